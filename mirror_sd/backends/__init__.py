@@ -1,0 +1,1 @@
+"""Back ends: what runs a `uir.Program` on a device."""

@@ -1,0 +1,273 @@
+"""The configuration: one frozen object per process, every default in this file.
+
+Precedence: command-line `--set key=value` > environment `MIRROR_SD__SERVER__PORT=8081` > file
+(`--config`, YAML) > default. A bad value raises `ConfigError` naming the key, the value and what
+is allowed. The supervisor resolves it once and hands the result to its children as JSON
+(`MIRROR_SD_CONFIG_JSON` holds the path), so all processes of a stack agree.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from mirror_sd.errors import ConfigError
+
+ENV_PREFIX = "MIRROR_SD__"
+DeviceClass = Literal["cpu", "gpu", "tpu"]
+Precision = Literal["auto", "fp32", "bf16"]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+
+class ServerConfig(_Section):
+    host: str = Field("127.0.0.1", description="address that nginx listens on")
+    port: int = Field(8080, ge=1, le=65535, description="port that nginx listens on")
+    gateways: int = Field(2, ge=1, le=64, description="gateway processes")
+    max_body_bytes: int = Field(
+        4 * 1024 * 1024, ge=1024, le=8 * 1024 * 1024, description="largest request body"
+    )
+    drain_s: float = Field(5.0, ge=0, le=600, description="grace for running answers at shutdown")
+    request_timeout_s: float = Field(
+        600.0, gt=0, le=86400, description="longest life of one request, queueing included"
+    )
+    start_timeout_s: float = Field(120.0, gt=0, description="longest wait for `ready`")
+
+
+class ModelConfig(_Section):
+    path: str = Field(
+        "smollm2-135m-instruct",
+        description="a model name (`mirror-sd model list`), a Hugging Face directory or a .gguf",
+    )
+    served_name: str | None = Field(None, description="name in the API; default: from the path")
+    max_context: int | None = Field(
+        None, ge=16, description="context limit in tokens; default: the model's own"
+    )
+
+
+class PoolConfig(_Section):
+    engine: Literal["torch", "transformers", "reference"] = Field(
+        "torch", description="back end of the class's workers"
+    )
+    device: str = Field("cpu", description="torch device of the workers")
+    precision: Precision = Field(
+        "auto", description="auto: bf16 where the CPU has bf16 dot products, else fp32"
+    )
+    workers: int = Field(1, ge=1, le=256, description="worker processes")
+    threads: int | None = Field(
+        None, ge=1, description="threads a worker; default: its share of the cores"
+    )
+    pin: bool = Field(True, description="pin each worker to its cores")
+
+
+class EngineConfig(_Section):
+    block_size: int = Field(16, ge=1, le=256, description="tokens in a KV block")
+    kv_cache_mb: int = Field(1024, ge=8, description="memory of the paged KV cache of a worker")
+    prefill_chunk: int = Field(
+        256, ge=16, le=8192, description="most prompt tokens in one forward, all sequences together"
+    )
+    prefix_reuse: bool = Field(True, description="keep finished KV blocks for equal prefixes")
+
+
+class SpeculationConfig(_Section):
+    enabled: bool = Field(True, description="draft at all; a request can still turn it off")
+    drafter: Literal["lookup"] = Field("lookup", description="where drafts come from")
+    min_tokens: int = Field(1, ge=0, le=32, description="shortest draft length")
+    max_tokens: int = Field(8, ge=1, le=32, description="longest draft length")
+    initial_tokens: int = Field(4, ge=0, le=32, description="draft length of a new sequence")
+    window: int = Field(10, ge=1, le=1000, description="rounds that the length rule looks back")
+    grow_above: float = Field(0.8, ge=0, le=1, description="mean acceptance that adds 2")
+    ngram_max: int = Field(4, ge=1, le=16, description="longest n-gram that lookup matches")
+    ngram_min: int = Field(2, ge=1, le=16, description="shortest n-gram that lookup matches")
+
+
+class BatchSizes(_Section):
+    CPU: int = Field(16, ge=1, le=4096)
+    GPU: int = Field(32, ge=1, le=4096)
+    TPU: int = Field(64, ge=1, le=4096)
+
+    def of(self, device_class: str) -> int:
+        """The limit of a class given by its lower-case name."""
+        return int(getattr(self, device_class.upper()))
+
+
+class SchedulerConfig(_Section):
+    max_batch_size: BatchSizes = BatchSizes()
+    timeout_ms: float = Field(50.0, ge=0, le=10_000, description="longest wait to fill a batch")
+    similarity_threshold: float = Field(
+        0.85, ge=0, le=1, description="Jaccard similarity from which requests are merged"
+    )
+    max_queue: int = Field(1024, ge=1, description="waiting requests a class; more get a 429")
+
+
+class BrokerConfig(_Section):
+    heartbeat_ms: int = Field(500, ge=50, le=10_000, description="interval of heartbeats")
+    missed_heartbeats: int = Field(
+        3, ge=2, le=100, description="silent intervals after which a peer is gone"
+    )
+    stall_s: float = Field(
+        30.0, gt=0, description="/health fails when running work makes no step for this long"
+    )
+
+
+class Config(_Section):
+    server: ServerConfig = ServerConfig()
+    model: ModelConfig = ModelConfig()
+    pools: dict[DeviceClass, PoolConfig] = Field({"cpu": PoolConfig()}, min_length=1)
+    engine: EngineConfig = EngineConfig()
+    speculation: SpeculationConfig = SpeculationConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    broker: BrokerConfig = BrokerConfig()
+
+    @field_validator("pools", mode="before")
+    @classmethod
+    def _pool_without_settings(cls, pools: Any) -> Any:
+        # `pools: {gpu:}` in YAML is a pool with all defaults.
+        if isinstance(pools, Mapping):
+            return {name: pool if pool is not None else {} for name, pool in pools.items()}
+        return pools
+
+
+def load(
+    file: Path | None = None,
+    overrides: Sequence[str] = (),
+    environ: Mapping[str, str] | None = None,
+) -> Config:
+    """Resolve the configuration; `overrides` are `key.sub=value` texts, values in YAML.
+
+    Raises `ConfigError`, one sentence, naming the key at fault and where it came from.
+    """
+    environ = os.environ if environ is None else environ
+    tree: dict[str, Any] = _read_file(file) if file is not None else {}
+    for name, text in sorted(environ.items()):
+        if name.startswith(ENV_PREFIX):
+            _assign(tree, name.removeprefix(ENV_PREFIX).lower().split("__"), text, name)
+    for item in overrides:
+        key, equals, text = item.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"--set {item!r}: write it as key.sub=value")
+        _assign(tree, key.strip().split("."), text, f"--set {key}")
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError(_describe(error)) from error
+
+
+def _read_file(file: Path) -> dict[str, Any]:
+    try:
+        tree = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration {file}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} is not YAML: {' '.join(str(error).split())}") from error
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{file}: expected a mapping of sections, got {type(tree).__name__}")
+    return tree
+
+
+def _assign(tree: dict[str, Any], path: Sequence[str], text: str, origin: str) -> None:
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{origin}={text!r} is not a YAML value") from error
+    # The scheduler's class names are upper case in the file, and environment names are folded.
+    if path[:2] == ["scheduler", "max_batch_size"] and len(path) == 3:
+        path = [*path[:2], path[2].upper()]
+    node = tree
+    for key in path[:-1]:
+        child = node.setdefault(key, {})
+        if child is None:
+            child = node[key] = {}
+        if not isinstance(child, dict):
+            raise ConfigError(f"{origin}: {key!r} holds a value, not a section")
+        node = child
+    node[path[-1]] = value
+
+
+def _describe(error: ValidationError) -> str:
+    parts = []
+    for item in error.errors():
+        key = ".".join(str(part) for part in item["loc"] if part != "[key]")
+        if item["type"] == "extra_forbidden":
+            parts.append(f"{key}: no such key")
+        else:
+            value = item["input"]
+            shown = f" (got {value!r})" if not isinstance(value, dict) else ""
+            parts.append(f"{key}: {item['msg'][0].lower()}{item['msg'][1:]}{shown}")
+    return "configuration: " + "; ".join(parts)
+
+
+class RunDir:
+    """The directory of one running stack: sockets, pid, resolved configuration, logs, metrics.
+
+    It is gone when the stack has stopped. Paths of unix sockets are limited to 107 bytes.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @classmethod
+    def of_port(cls, port: int) -> RunDir:
+        """`$MIRROR_SD_RUN_DIR/<port>`, by default `/tmp/mirror-sd-<uid>/<port>`."""
+        base = os.environ.get("MIRROR_SD_RUN_DIR") or f"/tmp/mirror-sd-{os.getuid()}"
+        return cls(Path(base) / str(port))
+
+    @property
+    def config_json(self) -> Path:
+        return self.path / "config.json"
+
+    @property
+    def supervisor_pid(self) -> Path:
+        return self.path / "supervisor.pid"
+
+    @property
+    def tokenizer(self) -> Path:
+        """Directory with tokenizer.json, chat_template.jinja and model.json for the gateways."""
+        return self.path / "tokenizer"
+
+    @property
+    def metrics(self) -> Path:
+        """The prometheus_client multiprocess directory of this stack."""
+        return self.path / "metrics"
+
+    @property
+    def nginx(self) -> Path:
+        """nginx's prefix: its conf, pid, temporary files."""
+        return self.path / "nginx"
+
+    @property
+    def gateway_endpoint(self) -> str:
+        """Where the broker's ROUTER for gateways is bound."""
+        return f"ipc://{self.path}/broker-gateway.sock"
+
+    @property
+    def worker_endpoint(self) -> str:
+        """Where the broker's ROUTER for workers is bound."""
+        return f"ipc://{self.path}/broker-worker.sock"
+
+    def gateway_socket(self, index: int) -> Path:
+        """The unix socket that gateway `index` serves HTTP on."""
+        return self.path / f"gateway-{index}.sock"
+
+
+def from_run_dir() -> tuple[Config, RunDir]:
+    """What a child process of the supervisor was given (`MIRROR_SD_CONFIG_JSON`)."""
+    path = os.environ.get("MIRROR_SD_CONFIG_JSON")
+    if path is None:
+        raise ConfigError("MIRROR_SD_CONFIG_JSON is not set: start this process by `mirror-sd up`")
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        return Config.model_validate_json(text), RunDir(Path(path).parent)
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except ValidationError as error:
+        raise ConfigError(_describe(error)) from error

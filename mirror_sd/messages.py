@@ -1,0 +1,250 @@
+"""What crosses ZeroMQ: typed msgpack frames, one per message.
+
+    gateway (DEALER) --Submit, Cancel, Ping, StatsRequest--> broker (ROUTER)
+    gateway          <--Chunk, Finished, Failed, Pong, Stats-- broker
+    worker  (DEALER) --Register, Heartbeat, Chunk, Finished, Failed--> broker (ROUTER)
+    worker           <--Welcome, Submit, Cancel, Drain, Pong-- broker
+
+A frame is one byte of protocol version followed by a msgpack map whose `t` names the struct.
+Token positions are indexes into the *completion*: token 0 is the first generated one, whoever
+generated it, so a resumed request (`Submit.delivered` not empty) numbers on from there and the
+gateway can drop what it already has. Frames are immutable once decoded and own their memory.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+
+from mirror_sd.errors import ProtocolError
+
+PROTOCOL_VERSION = 1
+MAX_FRAME_BYTES = 16 * 1024 * 1024
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="t", omit_defaults=True):
+    """Base of every frame."""
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How one sequence is decoded. Ranges are checked at the HTTP edge (`api`), not here.
+
+    `seed` is always set: the gateway draws one where the client gave none. `top_k` 0 and `top_p`
+    1.0 are off. `logprobs` None is off, k >= 0 asks for the token's own and the k best.
+    Logprobs are those of the raw logits, before bias, penalties and temperature.
+    """
+
+    max_tokens: int
+    seed: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    stop_token_ids: tuple[int, ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: bool = False
+    speculation: bool = True
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probability (natural log) of a token and of the best alternatives, best first."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class SequenceUsage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Counts of one sequence, complete when it finishes; tokens delivered before a resume count
+    in `completion_tokens` only."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    verify_rounds: int = 0
+
+
+class Submit(Message, frozen=True, kw_only=True, tag="submit"):
+    """One sequence to generate; `n` choices are n submits. The same id again, from the same
+    gateway, is ignored while the request lives. `received_at` is unix time in seconds."""
+
+    request_id: str
+    model: str
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    delivered: tuple[int, ...] = ()
+    device_class: str = "cpu"
+    tier: str = "standard"
+    tenant: str = "default"
+    received_at: float = 0.0
+    timeout_s: float | None = None
+
+
+class Cancel(Message, frozen=True, kw_only=True, tag="cancel"):
+    request_id: str
+
+
+class Chunk(Message, frozen=True, kw_only=True, tag="chunk"):
+    """Tokens `index .. index + len(tokens)` of the completion, in order.
+
+    `logprobs`, where asked for, has one entry per token. `prompt_logprobs` comes once, with the
+    first chunk; its first entry is None (nothing precedes the first prompt token).
+    """
+
+    request_id: str
+    index: int
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+
+
+class Finished(Message, frozen=True, kw_only=True, tag="finished"):
+    """The last frame of a sequence that ended well. `reason`: "stop" (a stop token, which is not
+    among the chunks) or "length"."""
+
+    request_id: str
+    reason: str
+    usage: SequenceUsage
+
+
+class Failed(Message, frozen=True, kw_only=True, tag="failed"):
+    """The last frame of a sequence that did not. `code` is a key of `errors.BY_CODE`.
+    `retryable`: the same submit with more `delivered` may succeed (its worker was lost)."""
+
+    request_id: str
+    code: str
+    message: str
+    param: str | None = None
+    retry_after_s: float | None = None
+    retryable: bool = False
+
+
+class Ping(Message, frozen=True, kw_only=True, tag="ping"):
+    """Gateway liveness, sent each `broker.heartbeat_ms`; the broker answers `Pong`."""
+
+    role: str
+    pid: int
+
+
+class Pong(Message, frozen=True, kw_only=True, tag="pong"):
+    """`instance` is drawn when the broker starts: another value means it lost all its requests."""
+
+    instance: str
+
+
+class Register(Message, frozen=True, kw_only=True, tag="register"):
+    """First frame of a worker, and again whenever the broker's instance changed (the worker has
+    then dropped all its sequences). `slots`: sequences it runs at once."""
+
+    worker_id: str
+    device_class: str
+    pid: int
+    model: str
+    engine: str
+    precision: str
+    slots: int
+    max_context: int
+
+
+class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
+    instance: str
+
+
+class Heartbeat(Message, frozen=True, kw_only=True, tag="heartbeat"):
+    """Worker liveness and load. `steps` counts forwards since start: the progress counter."""
+
+    worker_id: str
+    running: int
+    waiting: int
+    kv_blocks_used: int
+    kv_blocks_free: int
+    steps: int
+    draining: bool = False
+
+
+class Drain(Message, frozen=True, kw_only=True, tag="drain"):
+    """Broker to worker: finish what runs, take nothing new."""
+
+
+class StatsRequest(Message, frozen=True, kw_only=True, tag="stats_request"):
+    token: int
+
+
+class WorkerStats(msgspec.Struct, frozen=True, kw_only=True):
+    worker_id: str
+    device_class: str
+    pid: int
+    model: str
+    engine: str
+    precision: str
+    slots: int
+    in_flight: int
+    running: int
+    waiting: int
+    kv_blocks_used: int
+    kv_blocks_free: int
+    steps: int
+    silent_s: float
+    stalled_s: float
+    draining: bool
+
+
+class Stats(Message, frozen=True, kw_only=True, tag="stats"):
+    """The broker's view. `waiting` is the depth of its queues; `running` what workers hold."""
+
+    token: int
+    instance: str
+    pid: int
+    running: int
+    waiting: int
+    oldest_wait_s: float
+    workers: tuple[WorkerStats, ...]
+    gateways: tuple[int, ...]
+
+
+FromGateway: TypeAlias = Submit | Cancel | Ping | StatsRequest
+ToGateway: TypeAlias = Chunk | Finished | Failed | Pong | Stats
+FromWorker: TypeAlias = Register | Heartbeat | Chunk | Finished | Failed
+ToWorker: TypeAlias = Welcome | Submit | Cancel | Drain | Pong
+AnyMessage: TypeAlias = (
+    Submit
+    | Cancel
+    | Ping
+    | StatsRequest
+    | Chunk
+    | Finished
+    | Failed
+    | Pong
+    | Stats
+    | Register
+    | Heartbeat
+    | Welcome
+    | Drain
+)
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
+_VERSION_BYTE = bytes([PROTOCOL_VERSION])
+
+
+def encode(message: AnyMessage) -> bytes:
+    """The frame of `message`."""
+    return _VERSION_BYTE + _encoder.encode(message)
+
+
+def decode(frame: bytes | memoryview) -> AnyMessage:
+    """The message in `frame`; raises `ProtocolError` on another version, size or shape."""
+    if len(frame) > MAX_FRAME_BYTES:
+        raise ProtocolError(f"frame of {len(frame)} bytes; at most {MAX_FRAME_BYTES} are allowed")
+    if len(frame) == 0 or frame[0] != PROTOCOL_VERSION:
+        version = frame[0] if len(frame) else None
+        raise ProtocolError(f"frame of protocol version {version}; this is {PROTOCOL_VERSION}")
+    try:
+        return _decoder.decode(memoryview(frame)[1:])
+    except (msgspec.DecodeError, msgspec.ValidationError, RecursionError) as error:
+        raise ProtocolError(f"unreadable frame: {error}") from error

@@ -1,0 +1,163 @@
+"""Every Prometheus metric of the Python processes, declared once.
+
+The processes of a stack share prometheus_client's multiprocess directory (the supervisor sets
+`PROMETHEUS_MULTIPROC_DIR`), so whichever gateway is scraped answers for all of them, and counters
+survive the death of the process that made them. The edge's own metrics are in
+`openresty/lua/mirror/metrics.lua`; nginx joins both into one scrape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.registry import Collector
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_HELP: dict[str, str] = {}
+
+
+def _counter(name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
+    _HELP[name.removesuffix("_total")] = text
+    return Counter(name, text, labels)
+
+
+def _gauge(name: str, text: str, labels: tuple[str, ...] = ()) -> Gauge:
+    _HELP[name] = text
+    return Gauge(name, text, labels, multiprocess_mode="livesum")
+
+
+def _histogram(
+    name: str, text: str, buckets: tuple[float, ...], labels: tuple[str, ...] = ()
+) -> Histogram:
+    _HELP[name] = text
+    return Histogram(name, text, labels, buckets=buckets)
+
+
+# Gateway. `class` is the device class, `tier` vip or standard, `status` the HTTP status.
+REQUESTS = _counter(
+    "mirror_gateway_requests_total",
+    "Generation requests answered, streams counted when they end.",
+    ("class", "tier", "status"),
+)
+STREAM_ERRORS = _counter(
+    "mirror_gateway_stream_errors_total",
+    "Streams that ended with an error event after they had begun.",
+    ("class", "tier"),
+)
+DISCONNECTS = _counter(
+    "mirror_gateway_disconnects_total", "Clients that left before their answer was complete."
+)
+RESUMES = _counter(
+    "mirror_gateway_resumes_total", "Sequences resubmitted after a worker or the broker was lost."
+)
+TIME_TO_FIRST_TOKEN = _histogram(
+    "mirror_gateway_time_to_first_token_seconds",
+    "From the request's arrival at the gateway to its first token.",
+    _SECONDS,
+    ("class", "tier"),
+)
+INTER_TOKEN_LATENCY = _histogram(
+    "mirror_gateway_inter_token_latency_seconds",
+    "Time between tokens of one sequence; tokens that arrive together share the gap.",
+    (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.5, 1, 2.5),
+    ("class", "tier"),
+)
+PROMPT_TOKENS = _counter("mirror_gateway_prompt_tokens_total", "Prompt tokens.", ("class",))
+COMPLETION_TOKENS = _counter(
+    "mirror_gateway_completion_tokens_total", "Completion tokens delivered.", ("class",)
+)
+
+# Broker.
+QUEUE_DEPTH = _gauge("mirror_broker_queue_depth", "Requests waiting.", ("class", "tier"))
+QUEUE_AGE = _gauge(
+    "mirror_broker_queue_oldest_age_seconds", "Age of the oldest waiting request.", ("class",)
+)
+QUEUE_WAIT = _histogram(
+    "mirror_broker_queue_wait_seconds",
+    "Time a request waited before it was dispatched.",
+    _SECONDS,
+    ("class", "tier"),
+)
+IN_FLIGHT = _gauge("mirror_broker_in_flight", "Requests held by workers.", ("class",))
+WORKERS = _gauge("mirror_broker_workers", "Live workers.", ("class",))
+WORKERS_LOST = _counter(
+    "mirror_broker_workers_lost_total", "Workers that fell silent or left.", ("class",)
+)
+BAD_FRAMES = _counter("mirror_broker_bad_frames_total", "Frames dropped as unreadable.", ("peer",))
+
+# Worker.
+BATCH_SEQUENCES = _histogram(
+    "mirror_worker_batch_sequences",
+    "Sequences in one forward.",
+    (1, 2, 4, 8, 16, 32, 64, 128),
+    ("class",),
+)
+BATCH_TOKENS = _histogram(
+    "mirror_worker_batch_tokens",
+    "Tokens in one forward: prompt, decode and draft rows.",
+    (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024),
+    ("class",),
+)
+STEP_SECONDS = _histogram(
+    "mirror_worker_step_seconds",
+    "Duration of one engine step.",
+    (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2.5),
+    ("class",),
+)
+DRAFT_SECONDS = _counter("mirror_worker_draft_seconds_total", "Time spent drafting.", ("class",))
+VERIFY_SECONDS = _counter(
+    "mirror_worker_verify_seconds_total", "Time of forwards that verified a draft.", ("class",)
+)
+DRAFTED = _counter("mirror_worker_drafted_tokens_total", "Draft tokens verified.", ("class",))
+ACCEPTED = _counter("mirror_worker_accepted_tokens_total", "Draft tokens accepted.", ("class",))
+ACCEPTED_LENGTH = _histogram(
+    "mirror_worker_accepted_length",
+    "Draft tokens accepted in one verification round.",
+    (0, 1, 2, 3, 4, 6, 8, 12, 16, 32),
+    ("class",),
+)
+KV_USED = _gauge("mirror_worker_kv_blocks_used", "KV blocks held by sequences.", ("class",))
+KV_FREE = _gauge(
+    "mirror_worker_kv_blocks_free", "KV blocks free or holding only reusable prefixes.", ("class",)
+)
+PREFIX_HITS = _counter(
+    "mirror_worker_prefix_cached_tokens_total",
+    "Prompt tokens found in the prefix cache.",
+    ("class",),
+)
+PREEMPTIONS = _counter(
+    "mirror_worker_preemptions_total", "Sequences displaced for want of KV blocks.", ("class",)
+)
+RUNNING = _gauge("mirror_worker_running_sequences", "Sequences in the engine.", ("class",))
+ENGINE_INFO = _gauge(
+    "mirror_worker_engine_info",
+    "1 for each live worker's engine.",
+    ("class", "engine", "precision", "bit_stable"),
+)
+
+# Pool.
+WORKER_RESTARTS = _counter(
+    "mirror_pool_worker_restarts_total", "Workers started again after they died.", ("class",)
+)
+
+
+class _Documented(Collector):
+    """The multiprocess files do not keep help texts; put them back."""
+
+    def collect(self) -> Iterable[Metric]:
+        for metric in MultiProcessCollector(None).collect():  # type: ignore[no-untyped-call]
+            metric.documentation = _HELP.get(metric.name, metric.documentation)
+            yield metric
+
+
+def exposition() -> bytes:
+    """All processes' metrics in the Prometheus text format; reads files, so call it off the loop.
+
+    Needs `PROMETHEUS_MULTIPROC_DIR`.
+    """
+    registry = CollectorRegistry()
+    registry.register(_Documented())
+    return generate_latest(registry)
