@@ -3,7 +3,7 @@
     gateway (DEALER) --Submit, Cancel, Ping, StatsRequest--> broker (ROUTER)
     gateway          <--Chunk, Finished, Failed, Pong, Stats-- broker
     worker  (DEALER) --Register, Heartbeat, Chunk, Finished, Failed--> broker (ROUTER)
-    worker           <--Welcome, Submit, Cancel, Drain, Pong-- broker
+    worker           <--Welcome, Reset, Submit, Cancel, Drain-- broker
 
 A frame is one byte of protocol version followed by a msgpack map whose `t` names the struct.
 Token positions are indexes into the *completion*: token 0 is the first generated one, whoever
@@ -138,8 +138,8 @@ class Pong(Message, frozen=True, kw_only=True, tag="pong"):
 
 
 class Register(Message, frozen=True, kw_only=True, tag="register"):
-    """First frame of a worker, and again whenever the broker's instance changed (the worker has
-    then dropped all its sequences). `slots`: sequences it runs at once."""
+    """First frame of a worker, and again after each `Reset`. `slots`: sequences it runs at once.
+    The DEALER identity of a worker is its `worker_id`, unique to the process."""
 
     worker_id: str
     device_class: str
@@ -152,7 +152,14 @@ class Register(Message, frozen=True, kw_only=True, tag="register"):
 
 
 class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
+    """Answer to `Register`."""
+
     instance: str
+
+
+class Reset(Message, frozen=True, kw_only=True, tag="reset"):
+    """The broker does not know this worker (it restarted, or had given the worker up): the worker
+    drops all its sequences and registers. Their gateways submit them again."""
 
 
 class Heartbeat(Message, frozen=True, kw_only=True, tag="heartbeat"):
@@ -210,7 +217,7 @@ class Stats(Message, frozen=True, kw_only=True, tag="stats"):
 FromGateway: TypeAlias = Submit | Cancel | Ping | StatsRequest
 ToGateway: TypeAlias = Chunk | Finished | Failed | Pong | Stats
 FromWorker: TypeAlias = Register | Heartbeat | Chunk | Finished | Failed
-ToWorker: TypeAlias = Welcome | Submit | Cancel | Drain | Pong
+ToWorker: TypeAlias = Welcome | Reset | Submit | Cancel | Drain
 AnyMessage: TypeAlias = (
     Submit
     | Cancel
@@ -224,6 +231,7 @@ AnyMessage: TypeAlias = (
     | Register
     | Heartbeat
     | Welcome
+    | Reset
     | Drain
 )
 
