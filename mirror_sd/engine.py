@@ -1,0 +1,277 @@
+"""The engine of one device: owns the back end, the KV pool and the decode loop.
+
+`add`, `step`, `abort`. One thread; no sockets. The same engine serves a worker process and the
+offline `mirror-sd generate`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from mirror_sd import telemetry
+from mirror_sd.backends.protocol import Backend, Capabilities
+from mirror_sd.config import Config, EngineConfig, SpeculationConfig
+from mirror_sd.errors import ContextLengthExceeded, InvalidRequest
+from mirror_sd.memory.block_pool import BlockPool
+from mirror_sd.memory.prefix_cache import PrefixCache
+from mirror_sd.messages import Finished, SequenceUsage, Submit
+from mirror_sd.speculative import drafters
+from mirror_sd.speculative.decode_loop import DecodeLoop, Output
+from mirror_sd.speculative.length_controller import WindowController
+from mirror_sd.speculative.sampler import TokenChooser
+from mirror_sd.speculative.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    running: int
+    waiting: int
+    kv_blocks_used: int
+    kv_blocks_free: int
+    steps: int
+
+
+class Engine:
+    """Generates sequences on one back end; the constructor allocates the KV cache."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        engine: EngineConfig,
+        speculation: SpeculationConfig,
+        *,
+        model_name: str,
+        device_class: str,
+        slots: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.capabilities: Capabilities = backend.capabilities
+        self.model_name = model_name
+        self.device_class = device_class
+        self.slots = slots
+        self._clock = clock
+        self._speculation = speculation
+        size = engine.block_size
+        longest = -(-self.capabilities.max_context // size) * slots
+        budget = engine.kv_cache_mb * 2**20 // backend.kv_bytes_per_block(size)
+        blocks = max(min(budget, longest), 1)
+        backend.allocate_kv(blocks, size)
+        self._pool = BlockPool(blocks)
+        self._cache = PrefixCache(self._pool, size, engine.prefix_reuse)
+        self._drafter = drafters.create(speculation) if speculation.enabled else None
+        self._loop = DecodeLoop(
+            backend,
+            self._pool,
+            self._cache,
+            block_size=size,
+            prefill_chunk=engine.prefill_chunk,
+            clock=clock,
+        )
+        self.max_context = min(self.capabilities.max_context, blocks * size)
+        self._waiting: deque[Sequence] = deque()
+        self._finished_early: list[Output] = []
+        self._arrivals = itertools.count()
+        self._steps = 0
+        self._metrics = _EngineMetrics(device_class)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._loop.running or self._waiting or self._finished_early)
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            running=len(self._loop.running),
+            waiting=len(self._waiting),
+            kv_blocks_used=self._pool.used,
+            kv_blocks_free=self._pool.free,
+            steps=self._steps,
+        )
+
+    def add(self, submit: Submit) -> None:
+        """Queue a sequence. Raises `InvalidRequest` if it can never run here."""
+        self._check(submit)
+        params = submit.params
+        if len(submit.delivered) >= params.max_tokens:
+            usage = SequenceUsage(
+                prompt_tokens=len(submit.prompt), completion_tokens=len(submit.delivered)
+            )
+            self._finished_early.append(
+                Finished(request_id=submit.request_id, reason="length", usage=usage)
+            )
+            return
+        tokens = [*submit.prompt, *submit.delivered]
+        drafts = self._drafter is not None and params.speculation
+        scores_prompt = params.prompt_logprobs and not submit.delivered
+        rule = self._speculation
+        self._waiting.append(
+            Sequence(
+                submit=submit,
+                chain=self._cache.chain(submit.tenant),
+                chooser=TokenChooser(params, submit.delivered),
+                source=self._drafter.open(tokens) if drafts and self._drafter else None,
+                length=WindowController(
+                    minimum=rule.min_tokens,
+                    maximum=rule.max_tokens,
+                    initial=rule.initial_tokens,
+                    window=rule.window,
+                    grow_above=rule.grow_above,
+                ),
+                max_context=self.max_context,
+                tokens=tokens,
+                arrival=next(self._arrivals),
+                prompt_logprobs=[None] if scores_prompt else None,
+            )
+        )
+
+    def _check(self, submit: Submit) -> None:
+        if submit.model != self.model_name:
+            raise InvalidRequest(
+                f"this worker serves {self.model_name!r}, not {submit.model!r}", param="model"
+            )
+        known = [s.request_id for s in (*self._waiting, *self._loop.running)]
+        if submit.request_id in known:
+            raise InvalidRequest(f"request {submit.request_id} is already running")
+        if not submit.prompt:
+            raise InvalidRequest("the prompt is empty; at least one token is needed")
+        if submit.params.max_tokens < 1:
+            raise InvalidRequest(
+                f"max_tokens is {submit.params.max_tokens}; at least 1 is needed",
+                param="max_tokens",
+            )
+        length = len(submit.prompt) + len(submit.delivered)
+        if length >= self.max_context:
+            raise ContextLengthExceeded(
+                f"the prompt has {length} tokens; this worker's context of {self.max_context}"
+                " must leave room for an answer"
+            )
+        vocab = self.capabilities.vocab_size
+        for token in (*submit.prompt, *submit.delivered, *submit.params.logit_bias):
+            if not 0 <= token < vocab:
+                raise InvalidRequest(f"token id {token} is outside the vocabulary of {vocab}")
+
+    def abort(self, request_id: str) -> None:
+        """Drop a sequence at once and free its blocks; an unknown id is ignored (it may just have
+        finished)."""
+        for sequence in self._loop.running:
+            if sequence.request_id == request_id:
+                self._loop.retire(sequence)
+                return
+        for sequence in self._waiting:
+            if sequence.request_id == request_id:
+                self._waiting.remove(sequence)
+                return
+
+    def abort_all(self) -> None:
+        for sequence in list(self._loop.running):
+            self._loop.retire(sequence)
+        self._waiting.clear()
+        self._finished_early.clear()
+
+    def step(self) -> list[Output]:
+        """Admit, run one forward, return what it produced."""
+        outputs, self._finished_early = self._finished_early, []
+        self._admit()
+        begin = self._clock()
+        outputs.extend(self._loop.step())
+        self._requeue_preempted()
+        if self._loop.report.tokens:
+            self._steps += 1
+            self._metrics.record(self._loop, self._clock() - begin)
+        return outputs
+
+    def _admit(self) -> None:
+        while self._waiting and len(self._loop.running) < self.slots:
+            sequence = self._waiting[0]
+            if sequence.prompt_logprobs is None:
+                sequence.table = self._cache.take(sequence.chain, sequence.tokens)
+            sequence.computed = len(sequence.table) * self._cache.block_size
+            needed = -(-len(sequence.tokens) // self._cache.block_size) - len(sequence.table)
+            if needed > self._pool.free and self._loop.running:
+                self._drop_prefix(sequence)
+                return
+            self._waiting.popleft()
+            self._loop.running.append(sequence)
+            if sequence.completion_tokens == len(sequence.submit.delivered):
+                sequence.cached_tokens = min(sequence.computed, len(sequence.submit.prompt))
+            self._metrics.prefix_hits.inc(sequence.computed)
+
+    def _drop_prefix(self, sequence: Sequence) -> None:
+        for block in sequence.table:
+            self._pool.release(block)
+        sequence.table.clear()
+        sequence.computed = 0
+
+    def _requeue_preempted(self) -> None:
+        displaced = sorted(self._loop.preempted, key=lambda s: s.priority, reverse=True)
+        self._loop.preempted.clear()
+        self._waiting.extendleft(displaced)
+
+    def check_integrity(self) -> None:
+        """Raise `RuntimeError` if a KV block leaked or is held twice."""
+        self._pool.check_integrity(s.table for s in self._loop.running)
+
+
+class _EngineMetrics:
+    """The engine's metrics with their label bound once."""
+
+    def __init__(self, device_class: str) -> None:
+        self.prefix_hits = telemetry.PREFIX_HITS.labels(device_class)
+        self._sequences = telemetry.BATCH_SEQUENCES.labels(device_class)
+        self._tokens = telemetry.BATCH_TOKENS.labels(device_class)
+        self._step = telemetry.STEP_SECONDS.labels(device_class)
+        self._draft_s = telemetry.DRAFT_SECONDS.labels(device_class)
+        self._verify_s = telemetry.VERIFY_SECONDS.labels(device_class)
+        self._drafted = telemetry.DRAFTED.labels(device_class)
+        self._accepted = telemetry.ACCEPTED.labels(device_class)
+        self._accepted_length = telemetry.ACCEPTED_LENGTH.labels(device_class)
+        self._preemptions = telemetry.PREEMPTIONS.labels(device_class)
+
+    def record(self, loop: DecodeLoop, seconds: float) -> None:
+        report = loop.report
+        self._sequences.observe(report.sequences)
+        self._tokens.observe(report.tokens)
+        self._step.observe(seconds)
+        self._draft_s.inc(report.draft_s)
+        self._preemptions.inc(report.preempted)
+        if report.drafted:
+            self._verify_s.inc(report.forward_s)
+            self._drafted.inc(report.drafted)
+            self._accepted.inc(sum(report.accepted_lengths))
+            for length in report.accepted_lengths:
+                self._accepted_length.observe(length)
+
+
+def build(config: Config, device_class: str, threads: int | None = None) -> Engine:
+    """The engine that the configuration describes for a class; loads the model.
+
+    Raises `ConfigError` or `ModelError`.
+    """
+    from mirror_sd import model_store
+    from mirror_sd.backends import registry
+    from mirror_sd.errors import ConfigError
+
+    pools = {str(name): pool for name, pool in config.pools.items()}
+    if device_class not in pools:
+        raise ConfigError(f"no pool {device_class!r}; configured are {', '.join(sorted(pools))}")
+    pool = pools[device_class]
+    files = model_store.resolve(config.model.path)
+    backend = registry.create(
+        pool.engine,
+        files,
+        device=pool.device,
+        precision=pool.precision,
+        threads=threads if threads is not None else pool.threads,
+        max_context=config.model.max_context,
+    )
+    return Engine(
+        backend,
+        config.engine,
+        config.speculation,
+        model_name=config.model.served_name or files.name,
+        device_class=device_class,
+        slots=config.scheduler.max_batch_size.of(device_class),
+    )

@@ -1,0 +1,57 @@
+"""Prompt lookup: what followed the last time these tokens were seen in this request.
+
+Saxena, Prompt Lookup Decoding (2023); the longest matching n-gram wins, the most recent
+occurrence of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class LookupSource:
+    """An n-gram index of one growing sequence; O(n-gram sizes) per token and per proposal."""
+
+    def __init__(self, tokens: Sequence[int], sizes: range) -> None:
+        self._tokens: list[int] = []
+        self._sizes = sizes
+        # n-gram -> index just past its latest occurrence that has a continuation.
+        self._after: dict[tuple[int, ...], int] = {}
+        self.commit(tokens)
+
+    def commit(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            end = len(self._tokens)
+            for size in self._sizes:
+                if size <= end:
+                    self._after[tuple(self._tokens[end - size :])] = end
+            self._tokens.append(token)
+
+    def propose(self, limit: int) -> list[int]:
+        if limit <= 0:
+            return []
+        end = len(self._tokens)
+        for size in reversed(self._sizes):
+            if size > end:
+                continue
+            start = self._after.get(tuple(self._tokens[end - size :]))
+            if start is not None:
+                return self._cycle(start, limit)
+        return []
+
+    def _cycle(self, start: int, limit: int) -> list[int]:
+        # A match that overlaps the end goes on with what it has just proposed: a loop repeats.
+        period = len(self._tokens) - start
+        return [self._tokens[start + i % period] for i in range(limit)]
+
+
+class LookupDrafter:
+    """Makes a `LookupSource` per sequence."""
+
+    def __init__(self, *, ngram_min: int, ngram_max: int) -> None:
+        if not 1 <= ngram_min <= ngram_max:
+            raise ValueError(f"n-gram sizes {ngram_min}..{ngram_max} are out of order")
+        self._sizes = range(ngram_min, ngram_max + 1)
+
+    def open(self, tokens: Sequence[int]) -> LookupSource:
+        return LookupSource(tokens, self._sizes)

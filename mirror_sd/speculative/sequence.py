@@ -1,0 +1,69 @@
+"""One running sequence: its tokens, its KV blocks, its drafts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from mirror_sd.memory.prefix_cache import PrefixChain
+from mirror_sd.messages import SequenceUsage, Submit, TokenLogprob
+from mirror_sd.speculative.drafters import DraftSource
+from mirror_sd.speculative.length_controller import WindowController
+from mirror_sd.speculative.sampler import TokenChooser
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """`tokens` is prompt + completion. The KV of `tokens[:computed]` is in the blocks of `table`;
+    what lies beyond (rejected drafts) is overwritten before it is read."""
+
+    submit: Submit
+    chain: PrefixChain
+    chooser: TokenChooser
+    source: DraftSource | None
+    length: WindowController
+    max_context: int
+    tokens: list[int]
+    arrival: int
+    computed: int = 0
+    table: list[int] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    cached_tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    rounds: int = 0
+
+    @property
+    def request_id(self) -> str:
+        return self.submit.request_id
+
+    @property
+    def priority(self) -> tuple[bool, int]:
+        """Orders sequences: VIP first, then by arrival."""
+        return (self.submit.tier != "vip", self.arrival)
+
+    @property
+    def completion_tokens(self) -> int:
+        return len(self.tokens) - len(self.submit.prompt)
+
+    @property
+    def pending(self) -> int:
+        """Tokens whose KV is still to be computed; 1 when it decodes, more when it prefills."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def room(self) -> int:
+        """Tokens that may still be emitted."""
+        return min(
+            self.submit.params.max_tokens - self.completion_tokens,
+            self.max_context - len(self.tokens),
+        )
+
+    def usage(self) -> SequenceUsage:
+        return SequenceUsage(
+            prompt_tokens=len(self.submit.prompt),
+            completion_tokens=self.completion_tokens,
+            cached_tokens=self.cached_tokens,
+            drafted_tokens=self.drafted,
+            accepted_tokens=self.accepted,
+            verify_rounds=self.rounds,
+        )
