@@ -16,6 +16,7 @@
     `-- SetupError            never on the wire: a command ends with one sentence and status 1
         |-- ConfigError           a configuration key has a bad value
         |-- ModelError            a model is missing, corrupt or not supported
+        |   `-- UnsupportedModel      sound, but not of a family that our own decoder knows
         `-- ProtocolError         a frame from another process cannot be read
 
 The gateway, the Lua edge and the command line all render the same shape, `to_openai`.
@@ -127,6 +128,10 @@ class ConfigError(SetupError):
 
 class ModelError(SetupError):
     code = "model_error"
+
+
+class UnsupportedModel(ModelError):
+    code = "unsupported_model"
 
 
 class ProtocolError(SetupError):
