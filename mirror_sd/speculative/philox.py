@@ -38,7 +38,12 @@ def gumbel(seed: int, position: int, token_ids: NDArray[np.int64]) -> NDArray[np
     key = seed (64 bits, low word first), counter = (position, token // 4, 0, 0), word token % 4,
     mapped to the open interval (0, 1) as u = (word + 0.5) / 2**32; the noise is -log(-log(u)).
     """
-    groups, lanes = np.unique(token_ids // 4, return_inverse=True)
+    quads = token_ids // 4
+    low, high = int(quads.min()), int(quads.max())
+    if high - low < 8 * quads.size:  # dense enough that sorting costs more than spare noise
+        groups, lanes = np.arange(low, high + 1), quads - low
+    else:
+        groups, lanes = np.unique(quads, return_inverse=True)
     zeros = np.zeros(len(groups), dtype=np.uint32)
     counter = (zeros + np.uint32(position & _MASK32), groups.astype(np.uint32), zeros, zeros)
     words = philox4x32(counter, (seed & _MASK32, (seed >> 32) & _MASK32))
