@@ -113,7 +113,15 @@ class BrokerConfig(_Section):
         3, ge=2, le=100, description="silent intervals after which a peer is gone"
     )
     stall_s: float = Field(
-        30.0, gt=0, description="/health fails when running work makes no step for this long"
+        30.0,
+        gt=0,
+        description="a worker that has work but makes no step for this long is lost; /health fails",
+    )
+    fallback_s: float = Field(
+        3.0, ge=0, description="a class without a worker for this long is served by another"
+    )
+    worker_wait_s: float = Field(
+        30.0, gt=0, description="requests get a 503 when no worker was there for this long"
     )
 
 

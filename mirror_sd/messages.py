@@ -13,7 +13,8 @@ gateway can drop what it already has. Frames are immutable once decoded and own 
 
 from __future__ import annotations
 
-from typing import TypeAlias
+import math
+from typing import TypeAlias, TypeVar
 
 import msgspec
 
@@ -71,7 +72,8 @@ class SequenceUsage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 class Submit(Message, frozen=True, kw_only=True, tag="submit"):
     """One sequence to generate; `n` choices are n submits. The same id again, from the same
-    gateway, is ignored while the request lives. `received_at` is unix time in seconds."""
+    gateway, is ignored while the request lives. `received_at` is unix time in seconds (0: now);
+    `timeout_s` counts from it."""
 
     request_id: str
     model: str
@@ -83,6 +85,11 @@ class Submit(Message, frozen=True, kw_only=True, tag="submit"):
     tenant: str = "default"
     received_at: float = 0.0
     timeout_s: float | None = None
+
+    def age_s(self, unix_now: float) -> float:
+        """Seconds since the gateway received it; 0 where that is unknown or in the future."""
+        age = unix_now - self.received_at
+        return age if self.received_at > 0 and 0 < age < math.inf else 0.0
 
 
 class Cancel(Message, frozen=True, kw_only=True, tag="cancel"):
@@ -235,8 +242,19 @@ AnyMessage: TypeAlias = (
     | Drain
 )
 
+
+class ChunkHead(Message, frozen=True, kw_only=True, tag="chunk"):
+    """The part of a `Chunk` that the broker needs to forward the frame."""
+
+    request_id: str
+
+
+HeadFromWorker: TypeAlias = Register | Heartbeat | ChunkHead | Finished | Failed
+T = TypeVar("T")
+
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
+_head_decoder: msgspec.msgpack.Decoder[HeadFromWorker] = msgspec.msgpack.Decoder(HeadFromWorker)
 _VERSION_BYTE = bytes([PROTOCOL_VERSION])
 
 
@@ -247,12 +265,21 @@ def encode(message: AnyMessage) -> bytes:
 
 def decode(frame: bytes | memoryview) -> AnyMessage:
     """The message in `frame`; raises `ProtocolError` on another version, size or shape."""
+    return _decode(_decoder, frame)
+
+
+def decode_from_worker(frame: bytes | memoryview) -> HeadFromWorker:
+    """As `decode`, for frames from a worker: of a chunk only the head is read and checked."""
+    return _decode(_head_decoder, frame)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[T], frame: bytes | memoryview) -> T:
     if len(frame) > MAX_FRAME_BYTES:
         raise ProtocolError(f"frame of {len(frame)} bytes; at most {MAX_FRAME_BYTES} are allowed")
     if len(frame) == 0 or frame[0] != PROTOCOL_VERSION:
         version = frame[0] if len(frame) else None
         raise ProtocolError(f"frame of protocol version {version}; this is {PROTOCOL_VERSION}")
     try:
-        return _decoder.decode(memoryview(frame)[1:])
+        return decoder.decode(memoryview(frame)[1:])
     except (msgspec.DecodeError, msgspec.ValidationError, RecursionError) as error:
         raise ProtocolError(f"unreadable frame: {error}") from error

@@ -86,6 +86,11 @@ WORKERS = _gauge("mirror_broker_workers", "Live workers.", ("class",))
 WORKERS_LOST = _counter(
     "mirror_broker_workers_lost_total", "Workers that fell silent or left.", ("class",)
 )
+FALLBACKS = _counter(
+    "mirror_broker_class_fallbacks_total",
+    "Requests dispatched to another class than the one they asked for.",
+    ("class", "served_by"),
+)
 BAD_FRAMES = _counter("mirror_broker_bad_frames_total", "Frames dropped as unreadable.", ("peer",))
 
 # Worker.

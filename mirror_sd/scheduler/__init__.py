@@ -1,1 +1,1 @@
-
+"""Which request goes where and when: pure policy, no sockets, the clock is injected."""

@@ -1,0 +1,171 @@
+"""The broker process: one loop between the gateways' ROUTER and the workers' ROUTER.
+
+Silence of three heartbeats gives a peer up, whatever its state; three things are faster: a pidfd
+tells that its process ended, a send that the ROUTER no longer knows it (EHOSTUNREACH), and that it
+reads nothing (EAGAIN at the high-water mark).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import signal
+import sys
+import time
+from collections.abc import Callable
+
+import zmq
+import zmq.asyncio
+
+from mirror_sd.config import Config, RunDir, from_run_dir
+from mirror_sd.errors import SetupError
+from mirror_sd.serving import endpoint
+from mirror_sd.serving.process_watch import ProcessWatch
+from mirror_sd.serving.switchboard import Side, Switchboard
+
+_log = logging.getLogger(__name__)
+
+# Frames taken from one side before the other gets its turn.
+_TURN = 256
+_GOODBYE_MS = 200
+
+
+class Broker:
+    """`open` binds the sockets, `serve` runs until stopped and drained, `close` frees all."""
+
+    def __init__(
+        self, config: Config, run_dir: RunDir, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._config = config
+        self._run_dir = run_dir
+        self._clock = clock
+        self._switchboard = Switchboard(config, secrets.token_hex(8), clock=clock)
+        self._tick_s = config.broker.heartbeat_ms / 4e3
+        self._next_tick = clock()
+        self._drain_until: float | None = None
+
+    def open(self) -> None:
+        """Raises `SetupError` when an endpoint cannot be bound."""
+        self._context = zmq.asyncio.Context()
+        self._watch = ProcessWatch()
+        self._poller = zmq.asyncio.Poller()
+        self._sockets: dict[Side, zmq.asyncio.Socket] = {}
+        addresses: dict[Side, str] = {
+            "gateway": self._run_dir.gateway_endpoint,
+            "worker": self._run_dir.worker_endpoint,
+        }
+        for side, address in addresses.items():
+            self._sockets[side] = endpoint.router(self._context, address)
+            self._poller.register(self._sockets[side], zmq.POLLIN)
+        self._poller.register(self._watch, zmq.POLLIN)
+        # Frames are moved without a future for each. The poller looks at a socket's state anew
+        # each time, so it misses nothing that a move in between has woken and consumed.
+        self._direct: dict[Side, zmq.Socket[bytes]] = {
+            side: zmq.Socket.shadow(socket.underlying) for side, socket in self._sockets.items()
+        }
+
+    def close(self) -> None:
+        for socket in self._sockets.values():
+            socket.close(linger=_GOODBYE_MS if self._drain_until is not None else 0)
+        self._watch.close()
+        self._context.term()
+
+    async def serve(self) -> None:
+        """Run until `stop` was called and the drain is over."""
+        while not self._is_drained():
+            await self.run_once()
+        self._switchboard.end_drain()
+        self._flush()
+
+    async def run_once(self) -> None:
+        """Wait for frames, a death or the next tick, and act on it."""
+        await self._poller.poll(max(1.0, (self._next_tick - self._clock()) * 1e3))
+        self._receive("gateway", self._switchboard.from_gateway)
+        self._receive("worker", self._switchboard.from_worker)
+        self._notice_deaths()
+        self._tick_if_due()
+        self._switchboard.dispatch()
+        self._flush()
+
+    def stop(self) -> None:
+        """Begin to drain; a second call ends the drain at once."""
+        now = self._clock()
+        if self._drain_until is None:
+            _log.info("draining for at most %g s", self._config.server.drain_s)
+            self._drain_until = now + self._config.server.drain_s
+            self._switchboard.start_drain()
+        else:
+            self._drain_until = now
+
+    def _is_drained(self) -> bool:
+        if self._drain_until is None:
+            return False
+        is_over = self._switchboard.is_idle and not self._switchboard.outbox
+        return is_over or self._clock() >= self._drain_until
+
+    def _receive(self, side: Side, handle: Callable[[bytes, bytes], None]) -> None:
+        socket = self._direct[side]
+        for _ in range(_TURN):
+            try:
+                identity, *frames = socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            if len(frames) == 1:
+                handle(identity, frames[0])
+            else:
+                self._switchboard.drop_frame(side, identity, f"{len(frames)} parts, not one")
+
+    def _notice_deaths(self) -> None:
+        for pid in self._watch.dead():
+            self._switchboard.process_died(pid)
+
+    def _tick_if_due(self) -> None:
+        now = self._clock()
+        if now >= self._next_tick:
+            self._next_tick = now + self._tick_s
+            self._switchboard.tick()
+            self._watch.watch(self._switchboard.pids())
+
+    def _flush(self) -> None:
+        # A peer found unreachable may add frames for others; it is forgotten, so this ends.
+        outbox = self._switchboard.outbox
+        while outbox:
+            side, identity, frame = outbox.popleft()
+            try:
+                self._direct[side].send_multipart([identity, frame], zmq.NOBLOCK)
+            except zmq.Again:
+                self._switchboard.unreachable(side, identity, "it reads nothing")
+            except zmq.ZMQError as error:
+                if error.errno != zmq.EHOSTUNREACH:
+                    raise
+                self._switchboard.unreachable(side, identity, "it is not connected")
+
+
+async def _run(config: Config, run_dir: RunDir) -> None:
+    broker = Broker(config, run_dir)
+    broker.open()
+    try:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, broker.stop)
+        _log.info("broker listens on %s", run_dir.path)
+        await broker.serve()
+    finally:
+        broker.close()
+    _log.info("broker stopped")
+
+
+def main() -> int:
+    """The process's entry: its configuration comes from the run directory."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    try:
+        asyncio.run(_run(*from_run_dir()))
+    except SetupError as error:
+        print(f"broker: {error.message}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

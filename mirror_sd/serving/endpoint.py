@@ -1,0 +1,56 @@
+"""ZeroMQ sockets with every bound set: queue lengths, frame size, linger.
+
+Each process makes its own context, after any fork.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import zmq
+import zmq.asyncio
+
+from mirror_sd.errors import SetupError
+from mirror_sd.messages import MAX_FRAME_BYTES
+
+# Frames a peer; a chunk a step for each of 100 streams fills it in about a second of deafness,
+# and whoever is deaf for longer is given up anyway.
+HIGH_WATER_MARK = 20_000
+
+
+def router(context: zmq.asyncio.Context, endpoint: str) -> zmq.asyncio.Socket:
+    """A bound ROUTER that reports unknown peers and takes only its own user's connections.
+
+    Raises `SetupError` when the endpoint cannot be bound.
+    """
+    socket = context.socket(zmq.ROUTER)
+    _bound(socket)
+    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    # A peer that reconnects before its old connection is seen to be gone keeps its identity.
+    socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+    try:
+        socket.bind(endpoint)
+        if endpoint.startswith("ipc://"):
+            Path(endpoint.removeprefix("ipc://")).chmod(0o600)
+    except (zmq.ZMQError, OSError) as error:
+        socket.close(linger=0)
+        raise SetupError(f"cannot listen on {endpoint}: {error}") from error
+    return socket
+
+
+def dealer(context: zmq.asyncio.Context, endpoint: str, identity: bytes) -> zmq.asyncio.Socket:
+    """A DEALER that connects, and reconnects, in the background."""
+    socket = context.socket(zmq.DEALER)
+    _bound(socket)
+    socket.setsockopt(zmq.IDENTITY, identity)
+    socket.setsockopt(zmq.RECONNECT_IVL, 20)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
+    socket.connect(endpoint)
+    return socket
+
+
+def _bound(socket: zmq.asyncio.Socket) -> None:
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
+    socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
