@@ -1,0 +1,21 @@
+local edge = require("mirror.edge")
+local errors = require("mirror.errors")
+local request_id = require("mirror.request_id")
+local ngx = ngx
+
+return function()
+    local ctx, arg = ngx.ctx, ngx.arg
+    if ctx.replacement then
+        arg[1] = ctx.replacement
+        ctx.replacement = ""
+    elseif ctx.event_stream then
+        local is_lost
+        arg[1], is_lost = ctx.event_stream:pass(arg[1], arg[2])
+        if is_lost then
+            edge.metrics:add("mirror_edge_stream_errors_total", 1)
+            ctx.event_stream = nil
+            arg[1] = errors.event(request_id.get())
+            arg[2] = true
+        end
+    end
+end

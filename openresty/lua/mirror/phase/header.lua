@@ -1,0 +1,31 @@
+local errors = require("mirror.errors")
+local event_stream = require("mirror.event_stream")
+local methods = require("mirror.methods")
+local request_id = require("mirror.request_id")
+local ngx = ngx
+
+local function was_never_connected()
+    local times = ngx.var.upstream_connect_time
+    return times ~= nil and not times:find("%d")
+end
+
+return function()
+    local ctx, header = ngx.ctx, ngx.header
+    local id, content_type = request_id.get(), header["Content-Type"]
+    header["X-Request-Id"] = id
+    if content_type and content_type:find("^text/event%-stream") then
+        -- nginx keeps this header of the gateway to itself; the next proxy needs it too.
+        header["X-Accel-Buffering"] = "no"
+        ctx.event_stream = event_stream.new()
+    elseif errors.is_foreign(ngx.status, content_type) then
+        if ngx.status == 502 and was_never_connected() then
+            ngx.status = 503
+        end
+        if ngx.status == 405 then
+            header["Allow"] = methods.allow(ngx.var.uri)
+        end
+        ctx.replacement, header["Retry-After"] = errors.body(ngx.status, id)
+        header["Content-Type"] = "application/json"
+        header["Content-Length"] = #ctx.replacement
+    end
+end

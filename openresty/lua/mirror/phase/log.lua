@@ -1,0 +1,18 @@
+local edge = require("mirror.edge")
+local ngx = ngx
+
+return function()
+    local ctx, var = ngx.ctx, ngx.var
+    if ctx.peer then
+        edge.balancer:release(ctx.peer)
+        ctx.peer = nil
+    end
+    edge.metrics:request(
+        ctx.class,
+        ctx.tier,
+        tonumber(var.status),
+        tonumber(var.request_time) or 0,
+        tonumber(var.request_length) or 0,
+        tonumber(var.bytes_sent) or 0
+    )
+end
