@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from tests.system.stack import Stack
+
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.system)
+
+
+@pytest.fixture(scope="session")
+def stack() -> Iterator[Stack]:
+    """One stack in fp32, where every answer is exact; tests that use it must not harm it."""
+    running = Stack(["pools.cpu.precision=fp32"])
+    try:
+        running.start()
+        yield running
+        running.stop()
+    finally:
+        running.destroy()
+
+
+@pytest.fixture
+def new_stack() -> Iterator[Callable[[Sequence[str]], Stack]]:
+    """Starts stacks that a test may hurt; each must still stop cleanly."""
+    started: list[Stack] = []
+
+    def start(settings: Sequence[str] = ()) -> Stack:
+        started.append(Stack(settings))
+        return started[-1].start()
+
+    try:
+        yield start
+        for running in started:
+            running.stop()
+    finally:
+        for running in started:
+            running.destroy()
+
+
+@pytest.fixture
+def client(stack: Stack) -> Iterator[openai.OpenAI]:
+    with stack.client() as client:
+        yield client
+
+
+@pytest.fixture
+def http(stack: Stack) -> Iterator[httpx.Client]:
+    with stack.http() as client:
+        yield client

@@ -1,0 +1,237 @@
+"""A running Mirror-SD of a test's own: started as a user would, watched, hurt, stopped, inspected."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import psutil
+import tokenizers
+from prometheus_client.parser import text_string_to_metric_families
+
+ROOT = Path(__file__).resolve().parents[2]
+CLI = (sys.executable, "-m", "mirror_sd.cli")
+MODEL = "smollm2-135m-instruct"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        # As nginx binds: connections in TIME_WAIT are no hindrance.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+        return True
+
+
+def until(claim: Callable[[], Any], timeout_s: float, what: str, every_s: float = 0.02) -> Any:
+    """The first true value of `claim`; fails with `what` when there is none in time."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        if value := claim():
+            return value
+        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
+        time.sleep(every_s)
+
+
+class Stack:
+    """`settings` are `--set` items. `command` starts it in the foreground: `mirror-sd up`, or
+    `ops/up`. Each stack has a run directory of its own unless `base` gives a shared one."""
+
+    def __init__(
+        self,
+        settings: Sequence[str] = (),
+        command: Sequence[str] = (*CLI, "up"),
+        port: int | None = None,
+    ) -> None:
+        self.port = port or free_port()
+        # Short: paths of unix sockets are limited to 107 bytes.
+        self.base = Path(tempfile.mkdtemp(prefix="msd-", dir="/tmp"))
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._arguments = [*command, "--port", str(self.port)]
+        for item in settings:
+            self._arguments += ["--set", item]
+        self._log = self.base / "up.log"
+        self._seen: dict[int, psutil.Process] = {}
+        self.supervisor: subprocess.Popen[bytes] | None = None
+        self.ready_after_s = 0.0
+
+    @property
+    def environ(self) -> dict[str, str]:
+        return os.environ | {"MIRROR_SD_RUN_DIR": str(self.base / "run")}
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text(errors="replace") if self._log.exists() else ""
+
+    # Life
+
+    def launch(self) -> None:
+        """Start the command without waiting for anything."""
+        with self._log.open("wb") as log:
+            self.supervisor = subprocess.Popen(
+                self._arguments,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self.environ,
+                cwd=ROOT,
+                start_new_session=True,
+            )
+
+    def start(self, timeout_s: float = 120.0) -> Stack:
+        begun = time.monotonic()
+        self.launch()
+        assert self.supervisor is not None
+        line = f"ready {self.url}"
+        while line not in self.log.splitlines():
+            assert self.supervisor.poll() is None, f"ended before it was ready:\n{self.log}"
+            assert time.monotonic() - begun < timeout_s, f"not ready in {timeout_s} s:\n{self.log}"
+            time.sleep(0.05)
+        self.ready_after_s = time.monotonic() - begun
+        self.note_processes()
+        return self
+
+    def signal(self, number: int) -> None:
+        assert self.supervisor is not None
+        self.note_processes()
+        self.supervisor.send_signal(number)
+
+    def wait(self, timeout_s: float = 30.0) -> int:
+        assert self.supervisor is not None
+        return self.supervisor.wait(timeout_s)
+
+    def stop(self) -> None:
+        """SIGTERM, then the claims that every stack must meet when it is gone."""
+        assert self.supervisor is not None
+        if self.supervisor.poll() is None:
+            self.signal(signal.SIGTERM)
+        try:
+            status = self.wait()
+            assert status == 0, f"status {status}:\n{self.log}"
+            self.assert_nothing_left()
+        finally:
+            self.destroy()
+
+    def assert_nothing_left(self) -> None:
+        until(lambda: not self.alive(), 3.0, f"every process gone, still there: {self.alive()}")
+        run = self.base / "run"
+        left = [str(path) for path in run.rglob("*")] if run.exists() else []
+        left = [path for path in left if not Path(path).is_dir() or path.endswith(str(self.port))]
+        assert left == [], f"files left behind: {left}"
+        assert is_free(self.port), f"port {self.port} is still taken"
+
+    def destroy(self) -> None:
+        """End what a failed test left, by the process ids this stack is known to have had."""
+        for process in self.alive():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        shutil.rmtree(self.base, ignore_errors=True)
+
+    # Processes
+
+    def note_processes(self) -> None:
+        """Remember every process of the stack, so that later claims hold for respawned ones too."""
+        assert self.supervisor is not None
+        with contextlib.suppress(psutil.NoSuchProcess):
+            root = psutil.Process(self.supervisor.pid)
+            for process in (root, *root.children(recursive=True)):
+                self._seen.setdefault(process.pid, process)
+
+    def alive(self) -> list[psutil.Process]:
+        return [
+            process
+            for process in self._seen.values()
+            # psutil compares creation times: a recycled pid is not ours.
+            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        ]
+
+    def status(self) -> dict[str, Any]:
+        done = self.cli("status", "--port", str(self.port), "--json")
+        assert done.returncode == 0, done.stderr
+        document: dict[str, Any] = json.loads(done.stdout)
+        return document
+
+    def pids(self, role: str) -> list[int]:
+        return [item["pid"] for item in self.status()["processes"] if item["role"] == role]
+
+    def cli(self, *arguments: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*CLI, *arguments],
+            capture_output=True,
+            text=True,
+            env=self.environ,
+            cwd=ROOT,
+            timeout=timeout_s,
+        )
+
+    # Clients
+
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(
+            base_url=f"{self.url}/v1", api_key="unused", max_retries=0, timeout=120
+        )
+
+    def http(self) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=120)
+
+    def tokenizer(self) -> tokenizers.Tokenizer:
+        """The one that the gateways use."""
+        directory = self.base / "run" / str(self.port) / "tokenizer"
+        return tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+
+    # Metrics
+
+    def metrics_text(self) -> str:
+        answer = httpx.get(f"{self.url}/metrics", timeout=10)
+        assert answer.status_code == 200, answer.text
+        return answer.text
+
+    def samples(self) -> Iterator[tuple[str, dict[str, str], float]]:
+        for family in text_string_to_metric_families(self.metrics_text()):
+            for sample in family.samples:
+                yield sample.name, sample.labels, sample.value
+
+    def total(self, name: str, **labels: str) -> float:
+        """Sum of the samples of that name whose labels include `labels`."""
+        return sum(
+            value
+            for sample, found, value in self.samples()
+            if sample == name and labels.items() <= found.items()
+        )
+
+    def idle(self) -> bool:
+        """Nothing waits, runs, or holds KV blocks."""
+        busy = {
+            "mirror_broker_queue_depth",
+            "mirror_broker_in_flight",
+            "mirror_worker_running_sequences",
+            "mirror_worker_kv_blocks_used",
+        }
+        seen = {name: 0.0 for name in busy}
+        found = set()
+        for name, _, value in self.samples():
+            if name in busy:
+                found.add(name)
+                seen[name] += value
+        return found == busy and not any(seen.values())

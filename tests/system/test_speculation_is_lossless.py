@@ -1,0 +1,82 @@
+"""Speculation on and off give the same tokens, alone and in a crowd, greedy and sampled."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.system.stack import MODEL, Stack
+
+PROMPTS = (
+    "The tide table of Harbour & Pine: high 06:10, low 12:20, high 18:40, low 00:50; high 06:10,",
+    "def add(a, b):\n    return a + b\n\ndef subtract(a, b):\n",
+    "Dear customer, thank you for your order. Dear customer, thank you for",
+    "退货流程：第一步，联系客服；第二步，寄回商品；第三步，",
+)
+CROWD = 15
+
+
+def tokens(http: httpx.Client, prompt: str, speculation: str, sampling: dict[str, Any]) -> Any:
+    """Tokens with their log-probabilities: equality of these is equality bit for bit."""
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": 32, "logprobs": 1}
+    answer = http.post("/v1/completions", json=body | sampling | {"speculation": speculation})
+    assert answer.status_code == 200, answer.text
+    choice = answer.json()["choices"][0]
+    return choice["logprobs"]["tokens"], choice["logprobs"]["token_logprobs"], choice["text"]
+
+
+@contextlib.contextmanager
+def crowd(stack: Stack) -> Iterator[None]:
+    """Fifteen other clients, one request after the other each, until the block ends."""
+    over = threading.Event()
+    failures: list[str] = []
+
+    def visit(number: int) -> None:
+        with stack.http() as http:
+            turn = 0
+            while not over.is_set():
+                turn += 1
+                body = {
+                    "model": MODEL,
+                    "prompt": f"Client {number} asks, turn {turn}: " + "what is new? " * number,
+                    "max_tokens": 8 + number,
+                    "temperature": number % 2,
+                    "speculation": "off" if number % 3 == 0 else "auto",
+                }
+                answer = http.post("/v1/completions", json=body)
+                if answer.status_code != 200:
+                    failures.append(answer.text)
+
+    threads = [threading.Thread(target=visit, args=(number,)) for number in range(CROWD)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
+    assert failures == []
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [{"temperature": 0}, {"temperature": 0.8, "top_p": 0.95, "top_k": 50, "seed": 1234}],
+    ids=["greedy", "seeded"],
+)
+def test_speculation_changes_no_token_alone_or_in_a_crowd(
+    stack: Stack, http: httpx.Client, sampling: dict[str, Any]
+) -> None:
+    alone = [tokens(http, prompt, "off", sampling) for prompt in PROMPTS]
+    drafted = stack.total("mirror_worker_drafted_tokens_total")
+    assert [tokens(http, prompt, "auto", sampling) for prompt in PROMPTS] == alone
+    assert stack.total("mirror_worker_drafted_tokens_total") > drafted, "nothing was drafted"
+    with crowd(stack):
+        for prompt, expected in zip(PROMPTS, alone, strict=True):
+            assert tokens(http, prompt, "auto", sampling) == expected
+            assert tokens(http, prompt, "off", sampling) == expected
