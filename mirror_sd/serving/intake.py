@@ -1,0 +1,234 @@
+"""From a request body to the sequences that answer it: pure work, run off the event loop."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import msgspec
+
+from mirror_sd import __version__
+from mirror_sd.api import body as bodies
+from mirror_sd.api import schema
+from mirror_sd.api.choice import Choice, Echo
+from mirror_sd.api.detokeniser import TableDetokeniser, detokeniser
+from mirror_sd.api.responses import ChatForm, CompletionForm, Envelope, Form
+from mirror_sd.api.schema import CompletionRequest, Decoding, Prompt
+from mirror_sd.api.stop_strings import StopStrings
+from mirror_sd.api.tokenizer import Tokenizer
+from mirror_sd.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
+from mirror_sd.messages import SamplingParams, Submit
+
+# OpenAI's default for /v1/completions; a chat fills the context instead.
+_DEFAULT_COMPLETION_TOKENS = 16
+_STANDARD_TIERS = ("default", "standard", "flex")
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """What the edge says about a request. `tier` is "vip" or "standard"."""
+
+    request_id: str
+    device_class: str
+    tier: str
+    tenant: str
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedSequence:
+    """One choice: what the broker is asked for and what turns its tokens into text."""
+
+    submit: Submit
+    choice: Choice
+    prompt_index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A request, ready to run. The sequences are in the order of their choice index."""
+
+    caller: Caller
+    tier: str
+    envelope: Envelope
+    form: Form
+    decoding: Decoding
+    sequences: tuple[PlannedSequence, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _EncodedPrompt:
+    ids: tuple[int, ...]
+    max_tokens: int
+    echo: Echo | None = None
+
+
+class Intake:
+    """Validates and tokenises for one served model. Thread-safe.
+
+    `max_context` is in tokens, prompt and completion together; `timeout_s` is the longest life of
+    a request.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, model: str, max_context: int, timeout_s: float
+    ) -> None:
+        self.model = model
+        self.max_context = max_context
+        self._tokenizer = tokenizer
+        self._timeout_s = timeout_s
+        facts = msgspec.json.encode([__version__, model, tokenizer.facts])
+        self._fingerprint = "fp_" + hashlib.blake2b(facts, digest_size=5).hexdigest()
+
+    def chat(self, body: bytes, caller: Caller) -> Plan:
+        """The plan of a `/v1/chat/completions` body; raises a `RequestError`."""
+        request = schema.read_chat(bodies.read_object(body), self._tokenizer.facts.vocab_size)
+        self.check_model(request.model)
+        messages = [(message.role, message.content) for message in request.messages]
+        ids = tuple(self._tokenizer.encode_chat(messages))
+        limit = self._tokens_allowed(ids, request.decoding.max_tokens, None, "messages")
+        form = ChatForm(
+            self._tokenizer.vocabulary, with_logprobs=request.decoding.logprobs is not None
+        )
+        prompts = [_EncodedPrompt(ids, limit)]
+        return self._plan(caller, form, request.decoding, prompts, is_text_start=True)
+
+    def completion(self, body: bytes, caller: Caller) -> Plan:
+        """The plan of a `/v1/completions` body; raises a `RequestError`."""
+        request = schema.read_completion(bodies.read_object(body), self._tokenizer.facts.vocab_size)
+        self.check_model(request.model)
+        prompts = [self._encode(prompt, request) for prompt in request.prompts]
+        form = CompletionForm(
+            self._tokenizer.vocabulary, with_logprobs=request.decoding.logprobs is not None
+        )
+        return self._plan(caller, form, request.decoding, prompts, is_text_start=False)
+
+    def check_model(self, name: str) -> None:
+        """Raise `ModelNotFound` unless `name` is the served model."""
+        if name != self.model:
+            raise ModelNotFound(
+                f"model: {bodies.shorten(name)} is not served here; the served model is "
+                f"{bodies.shorten(self.model)}",
+                param="model",
+            )
+
+    def _encode(self, prompt: Prompt, request: CompletionRequest) -> _EncodedPrompt:
+        ids = tuple(self._tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else prompt)
+        if not ids:
+            raise InvalidRequest("prompt: expected some text, got none", param="prompt")
+        limit = self._tokens_allowed(
+            ids, request.decoding.max_tokens, _DEFAULT_COMPLETION_TOKENS, "prompt"
+        )
+        return _EncodedPrompt(ids, limit, self._echo(prompt, ids) if request.echo else None)
+
+    def _echo(self, prompt: Prompt, ids: tuple[int, ...]) -> Echo:
+        pieces = TableDetokeniser(
+            self._tokenizer.vocabulary, is_text_start=True, with_specials=True
+        )
+        texts = [pieces.push(token) for token in ids]
+        offsets = [0, *accumulate(map(len, texts))]
+        text = "".join(texts) + pieces.finish()
+        if isinstance(prompt, str):
+            # A begin token that the client did not write is not part of the echo.
+            unwritten = max(0, len(text) - len(prompt))
+            offsets = [max(0, offset - unwritten) for offset in offsets]
+            text = prompt
+        return Echo(text, ids, tuple(offsets[:-1]))
+
+    def _tokens_allowed(
+        self, ids: Sequence[int], asked: int | None, default: int | None, param: str
+    ) -> int:
+        room = self.max_context - len(ids)
+        if room < 1 or (asked is not None and asked > room):
+            wanted = f"{len(ids)} in the {param}"
+            if asked is not None:
+                wanted += f" and {asked} to generate"
+            raise ContextLengthExceeded(
+                f"{param}: the context holds {self.max_context} tokens, prompt and completion "
+                f"together; this request needs more: {wanted}",
+                param=param,
+            )
+        if asked is not None:
+            return asked
+        return room if default is None else min(default, room)
+
+    def _plan(
+        self,
+        caller: Caller,
+        form: Form,
+        decoding: Decoding,
+        prompts: Sequence[_EncodedPrompt],
+        *,
+        is_text_start: bool,
+    ) -> Plan:
+        tier = "standard" if decoding.service_tier in _STANDARD_TIERS else caller.tier
+        name = secrets.token_hex(12)
+        now = time.time()
+        template = Submit(
+            request_id=name,
+            model=self.model,
+            prompt=(),
+            params=_sampling(decoding, self._tokenizer.facts.eos_token_ids),
+            device_class=caller.device_class,
+            tier=tier,
+            tenant=caller.tenant,
+            received_at=now,
+            timeout_s=self._timeout_s,
+        )
+        sequences = [
+            PlannedSequence(
+                _numbered(template, prompt, index, index % decoding.n),
+                Choice(
+                    index,
+                    detokeniser(self._tokenizer.vocabulary, is_text_start=is_text_start),
+                    StopStrings(decoding.stop),
+                    prompt.echo,
+                ),
+                index // decoding.n,
+            )
+            for index, prompt in enumerate(p for p in prompts for _ in range(decoding.n))
+        ]
+        prefix = "chatcmpl" if form.kind == "chat.completion" else "cmpl"
+        envelope = Envelope(
+            id=f"{prefix}-{name}",
+            kind=form.kind,
+            created=int(now),
+            model=self.model,
+            system_fingerprint=self._fingerprint,
+            service_tier="priority" if tier == "vip" else "default",
+        )
+        return Plan(caller, tier, envelope, form, decoding, tuple(sequences))
+
+
+def _sampling(decoding: Decoding, stop_token_ids: tuple[int, ...]) -> SamplingParams:
+    # 53 bits: a drawn seed comes back in JSON, where some clients lose the digits of larger ones.
+    seed = secrets.randbits(53) if decoding.seed is None else decoding.seed
+    return SamplingParams(
+        max_tokens=1,
+        seed=seed,
+        temperature=decoding.temperature,
+        top_p=decoding.top_p,
+        top_k=decoding.top_k,
+        presence_penalty=decoding.presence_penalty,
+        frequency_penalty=decoding.frequency_penalty,
+        logit_bias=dict(decoding.logit_bias),
+        stop_token_ids=stop_token_ids,
+        logprobs=decoding.logprobs,
+        speculation=decoding.speculation,
+    )
+
+
+def _numbered(template: Submit, prompt: _EncodedPrompt, index: int, number: int) -> Submit:
+    """The submit of choice `index`, which is answer `number` to its prompt."""
+    params = msgspec.structs.replace(
+        template.params,
+        max_tokens=prompt.max_tokens,
+        seed=(template.params.seed + number) % 2**64,
+        prompt_logprobs=prompt.echo is not None and template.params.logprobs is not None,
+    )
+    return msgspec.structs.replace(
+        template, request_id=f"{template.request_id}-{index}", prompt=prompt.ids, params=params
+    )
