@@ -21,8 +21,9 @@ import zmq.asyncio
 from mirror_sd.config import Config, RunDir, from_run_dir
 from mirror_sd.errors import SetupError
 from mirror_sd.serving import endpoint
+from mirror_sd.serving.outbox import Side
 from mirror_sd.serving.process_watch import ProcessWatch
-from mirror_sd.serving.switchboard import Side, Switchboard
+from mirror_sd.serving.switchboard import Switchboard
 
 _log = logging.getLogger(__name__)
 
@@ -131,7 +132,7 @@ class Broker:
         # A peer found unreachable may add frames for others; it is forgotten, so this ends.
         outbox = self._switchboard.outbox
         while outbox:
-            side, identity, frame = outbox.popleft()
+            side, identity, frame = outbox.pop()
             try:
                 self._direct[side].send_multipart([identity, frame], zmq.NOBLOCK)
             except zmq.Again:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from mirror_sd.messages import Heartbeat, Register, WorkerStats
 
@@ -16,15 +16,14 @@ class Gateway:
     session: str
     heard_at: float
     pid: int = 0
-    requests: set[str] = field(default_factory=set)
 
 
 @dataclass(slots=True)
 class Request:
-    """A live request; `frame` is its submit, kept until a worker has it."""
+    """A live request; `frame` is its submit, kept until a worker has it, then empty."""
 
     gateway: bytes
-    frame: bytes | None
+    frame: bytes
 
 
 @dataclass(slots=True)

@@ -1,0 +1,162 @@
+"""The gateway's connection to the broker: one DEALER, beats, and knowledge of its state.
+
+Knows frames and connections, nothing of requests: those are `broker_client`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable
+
+import zmq
+import zmq.asyncio
+from zmq.utils.monitor import recv_monitor_message
+
+from mirror_sd import messages
+from mirror_sd.config import BrokerConfig
+from mirror_sd.errors import ProtocolError
+from mirror_sd.messages import AnyMessage, FromGateway, Ping
+from mirror_sd.serving import endpoint
+
+_log = logging.getLogger(__name__)
+
+# Frames taken before other tasks get their turn.
+_TURN = 256
+_GOODBYE_MS = 200
+
+
+class BrokerLink:
+    """`on_message` gets each message, `on_lost` is called when the connection breaks.
+
+    `name` names the gateway; the process adds what makes the identity unique, so that one that is
+    started again is never taken for the one before.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        name: str,
+        config: BrokerConfig,
+        *,
+        on_message: Callable[[AnyMessage], None],
+        on_lost: Callable[[], None],
+    ) -> None:
+        self._address = address
+        self._name = name
+        self._on_message = on_message
+        self._on_lost = on_lost
+        self._beat_s = config.heartbeat_ms / 1e3
+        self.patience_s = self._beat_s * config.missed_heartbeats
+        self.connected = asyncio.Event()
+        self._unsent: deque[bytes] = deque()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._heard_at: float | None = None
+
+    @property
+    def is_started(self) -> bool:
+        return bool(self._tasks)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it is connected and the broker was heard within its missed heartbeats."""
+        return self._heard_at is not None and time.monotonic() - self._heard_at <= self.patience_s
+
+    def start(self) -> None:
+        """Connect in the background, in the running loop; the broker need not be there."""
+        self._context = zmq.asyncio.Context()
+        identity = f"{self._name}-{os.getpid()}-{secrets.token_hex(4)}"
+        self._socket = endpoint.dealer(self._context, self._address, identity.encode())
+        # The receiver has no other receive pending, so it takes the frames that are there without
+        # a future for each.
+        self._direct: zmq.Socket[bytes] = zmq.Socket.shadow(self._socket.underlying)
+        self._monitor = self._socket.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+        )
+        steps = {
+            "receive": self._receive(),
+            "beat": self._beat(),
+            "watch": self._watch_connection(),
+        }
+        for name, step in steps.items():
+            task = asyncio.create_task(step, name=f"broker link: {name}")
+            task.add_done_callback(_report_death)
+            self._tasks.append(task)
+
+    async def close(self) -> None:
+        """Send what is waiting to be sent, briefly, and free the socket."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks.clear()
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close(linger=_GOODBYE_MS)
+        self._context.term()
+
+    def send(self, message: FromGateway) -> None:
+        """Never blocks. While there is no connection, or the broker reads nothing and the queue
+        is full, the frame waits here."""
+        self._unsent.append(messages.encode(message))
+        self._flush()
+
+    def _flush(self) -> None:
+        # In order: a cancel must not overtake its submit.
+        while self._unsent and self.connected.is_set():
+            sent = asyncio.ensure_future(self._socket.send(self._unsent[0], zmq.NOBLOCK))
+            if isinstance(sent.exception(), zmq.Again):
+                return
+            sent.result()
+            self._unsent.popleft()
+
+    async def _receive(self) -> None:
+        while True:
+            self._handle(await self._socket.recv_multipart())
+            for _ in range(_TURN):
+                try:
+                    self._handle(self._direct.recv_multipart(zmq.NOBLOCK))
+                except zmq.Again:
+                    break
+            await asyncio.sleep(0)
+
+    def _handle(self, parts: list[bytes]) -> None:
+        try:
+            message = messages.decode(parts[0])
+        except ProtocolError as error:
+            # A chunk that is lost here shows as a gap, and is asked for again.
+            _log.error("frame from the broker dropped: %s", error)
+            return
+        self._heard_at = time.monotonic()
+        self._on_message(message)
+
+    async def _beat(self) -> None:
+        while True:
+            self._ping()
+            await asyncio.sleep(self._beat_s)
+
+    def _ping(self) -> None:
+        # What could not be sent goes first; another ping would only make the queue longer.
+        self._flush()
+        if self.connected.is_set() and not self._unsent:
+            self.send(Ping(role="gateway", pid=os.getpid()))
+
+    async def _watch_connection(self) -> None:
+        while True:
+            event = await recv_monitor_message(self._monitor)
+            if event["event"] == zmq.EVENT_DISCONNECTED:
+                _log.warning("connection to the broker lost")
+                self.connected.clear()
+                self._heard_at = None
+                self._on_lost()
+            elif event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self.connected.set()
+                self._ping()
+
+
+def _report_death(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and task.exception() is not None:
+        _log.critical("%s ended", task.get_name(), exc_info=task.exception())

@@ -1,0 +1,54 @@
+"""One request of a gateway on its way through the broker."""
+
+from __future__ import annotations
+
+import asyncio
+
+from mirror_sd.errors import MirrorError
+from mirror_sd.messages import Chunk, Finished, Submit
+from mirror_sd.serving.delivery import Delivery
+
+Event = Chunk | Finished | MirrorError
+
+
+class Call:
+    """`events` needs no bound: it holds at most the request's `max_tokens`.
+
+    `failures` counts lost attempts since the last new token.
+    """
+
+    def __init__(self, submit: Submit) -> None:
+        self.delivery = Delivery(submit)
+        self.events: asyncio.Queue[Event] = asyncio.Queue()
+        self.failures = 0
+        self.is_submitted = False
+        self.is_over = False
+        self.deadline: asyncio.TimerHandle | None = None
+        self._retry: asyncio.TimerHandle | None = None
+
+    @property
+    def name(self) -> str:
+        return self.delivery.request_id
+
+    def plan_retry(self, timer: asyncio.TimerHandle | None) -> None:
+        """Replace the planned retry, if there is one."""
+        if self._retry is not None:
+            self._retry.cancel()
+        self._retry = timer
+
+    def progress(self, chunk: Chunk) -> None:
+        self.failures = 0
+        self.events.put_nowait(chunk)
+
+    def end(self, event: Finished | MirrorError) -> None:
+        """The last event; later ones are ignored."""
+        if not self.is_over:
+            self.events.put_nowait(event)
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Nothing will happen any more."""
+        self.is_over = True
+        self.plan_retry(None)
+        if self.deadline is not None:
+            self.deadline.cancel()
