@@ -1,0 +1,145 @@
+"""Order, bound, removal and age of the waiting queue."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mirror_sd.errors import QueueFull
+from mirror_sd.scheduler.priority_queue import PriorityQueue, Ticket
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def ticket(name: str, tier: str = "standard", arrived_at: float = 0.0, **fields: float) -> Ticket:
+    return Ticket(name, "cpu", tier, "default", arrived_at, **fields)
+
+
+def drain(queue: PriorityQueue) -> list[str]:
+    return [queue.pop()[0].request_id for _ in range(len(queue))]
+
+
+OPERATIONS = st.lists(
+    st.one_of(
+        st.tuples(
+            st.just("push"),
+            st.sampled_from(["vip", "standard", "unheard of"]),
+            st.integers(0, 5).map(float),
+        ),
+        st.tuples(st.just("pop"), st.none(), st.none()),
+        st.tuples(st.just("remove"), st.integers(0, 200), st.none()),
+    ),
+    max_size=120,
+)
+
+
+@given(OPERATIONS)
+def test_queue_behaves_like_a_sorted_list(operations: list[tuple]) -> None:
+    queue = PriorityQueue(1000, Clock())
+    model: list[tuple[tuple[int, float, int], str]] = []
+    pushed = 0
+    for kind, argument, arrived_at in operations:
+        if kind == "push":
+            name = f"r{pushed}"
+            queue.push(ticket(name, argument, arrived_at))
+            model.append(((argument != "vip", arrived_at, pushed), name))
+            model.sort()
+            pushed += 1
+        elif kind == "pop" and model:
+            assert queue.pop()[0].request_id == model.pop(0)[1]
+        elif kind == "remove":
+            name = f"r{argument}"
+            is_there = any(entry[1] == name for entry in model)
+            assert (queue.remove(name) is not None) == is_there
+            model = [entry for entry in model if entry[1] != name]
+        assert len(queue) == len(model)
+        assert queue.depth("vip") == sum(key[0] is False for key, _ in model)
+    assert drain(queue) == [name for _, name in model]
+
+
+def test_vip_goes_first_and_each_tier_in_order_of_arrival() -> None:
+    queue = PriorityQueue(10, Clock())
+    for name, tier, arrived_at in (
+        ("s2", "standard", 2),
+        ("v3", "vip", 3),
+        ("s1", "standard", 1),
+        ("v1", "vip", 1),
+    ):
+        queue.push(ticket(name, tier, arrived_at))
+    assert drain(queue) == ["v1", "v3", "s1", "s2"]
+
+
+def test_another_key_makes_another_order() -> None:
+    queue = PriorityQueue(10, Clock(), order=lambda t: (t.deadline,))
+    queue.push(ticket("late", "vip", deadline=9.0))
+    queue.push(ticket("soon", "standard", deadline=3.0))
+    assert drain(queue) == ["soon", "late"]
+
+
+def test_removals_do_not_let_the_heap_grow() -> None:
+    queue = PriorityQueue(10, Clock())
+    for i in range(10_000):
+        queue.push(ticket(f"r{i}"))
+        queue.remove(f"r{i}")
+    assert len(queue._heap) < 30
+
+
+def test_full_queue_refuses_with_the_time_its_drain_takes() -> None:
+    clock = Clock()
+    queue = PriorityQueue(10, clock)
+    for i in range(10):
+        queue.push(ticket(f"r{i}"))
+    with pytest.raises(QueueFull) as full:
+        queue.push(ticket("more"))
+    assert full.value.retry_after_s == 60.0, "nothing has left yet"
+    for i in range(5):
+        queue.push(ticket(f"s{i}")) if len(queue) < 10 else None
+        clock.now += 2.0
+        queue.pop()
+    while len(queue) < 10:
+        queue.push(ticket(f"t{len(queue)}"))
+    with pytest.raises(QueueFull) as full:
+        queue.push(ticket("more"))
+    # Five left in the eight seconds since the first of them did: ten take about sixteen.
+    assert full.value.retry_after_s == pytest.approx(16.0)
+    assert len(queue) == 10 and "more" not in queue
+
+
+def test_the_same_id_cannot_wait_twice() -> None:
+    queue = PriorityQueue(10, Clock())
+    queue.push(ticket("a"))
+    with pytest.raises(ValueError, match="waiting already"):
+        queue.push(ticket("a"))
+
+
+def test_age_is_that_of_the_longest_waiting_and_zero_when_empty() -> None:
+    clock = Clock()
+    queue = PriorityQueue(10, clock)
+    assert queue.oldest_age_s() == 0.0
+    queue.push(ticket("a"))
+    clock.now += 3
+    queue.push(ticket("b", "vip"))
+    clock.now += 1
+    assert queue.oldest_age_s() == 4.0
+    queue.remove("a")
+    assert queue.oldest_age_s() == 1.0
+    _, waited_s = queue.pop()
+    assert (waited_s, queue.oldest_age_s()) == (1.0, 0.0)
+
+
+def test_expired_tickets_leave_the_queue() -> None:
+    clock = Clock()
+    queue = PriorityQueue(10, clock)
+    queue.push(ticket("a", deadline=101.0))
+    queue.push(ticket("b", deadline=103.0))
+    queue.push(ticket("c"))
+    clock.now = 102.0
+    assert [t.request_id for t in queue.expired()] == ["a"]
+    assert queue.expired() == [] and drain(queue) == ["b", "c"]
