@@ -1,4 +1,4 @@
-"""A running Mirror-SD of a test's own: started as a user would, watched, hurt, stopped, inspected."""
+"""A stack of a test's own: started as a user would, watched, hurt, stopped, inspected."""
 
 from __future__ import annotations
 
@@ -56,22 +56,22 @@ def until(claim: Callable[[], Any], timeout_s: float, what: str, every_s: float 
 
 class Stack:
     """`settings` are `--set` items. `command` starts it in the foreground: `mirror-sd up`, or
-    `ops/up`. Each stack has a run directory of its own unless `base` gives a shared one."""
+    `ops/up`. `base`, where given, is the directory of another stack to share run directories with."""
 
     def __init__(
         self,
         settings: Sequence[str] = (),
         command: Sequence[str] = (*CLI, "up"),
-        port: int | None = None,
+        base: Path | None = None,
     ) -> None:
-        self.port = port or free_port()
+        self.port = free_port()
         # Short: paths of unix sockets are limited to 107 bytes.
-        self.base = Path(tempfile.mkdtemp(prefix="msd-", dir="/tmp"))
+        self.base = base or Path(tempfile.mkdtemp(prefix="msd-", dir="/tmp"))
         self.url = f"http://127.0.0.1:{self.port}"
         self._arguments = [*command, "--port", str(self.port)]
         for item in settings:
             self._arguments += ["--set", item]
-        self._log = self.base / "up.log"
+        self._log = self.base / f"{self.port}.log"
         self._seen: dict[int, psutil.Process] = {}
         self.supervisor: subprocess.Popen[bytes] | None = None
         self.ready_after_s = 0.0
@@ -79,6 +79,11 @@ class Stack:
     @property
     def environ(self) -> dict[str, str]:
         return os.environ | {"MIRROR_SD_RUN_DIR": str(self.base / "run")}
+
+    @property
+    def run(self) -> Path:
+        """The run directory: sockets, pid, logs; gone when the stack is."""
+        return self.base / "run" / str(self.port)
 
     @property
     def log(self) -> str:
@@ -135,10 +140,7 @@ class Stack:
 
     def assert_nothing_left(self) -> None:
         until(lambda: not self.alive(), 3.0, f"every process gone, still there: {self.alive()}")
-        run = self.base / "run"
-        left = [str(path) for path in run.rglob("*")] if run.exists() else []
-        left = [path for path in left if not Path(path).is_dir() or path.endswith(str(self.port))]
-        assert left == [], f"files left behind: {left}"
+        assert not self.run.exists(), f"left behind: {sorted(self.run.rglob('*'))}"
         assert is_free(self.port), f"port {self.port} is still taken"
 
     def destroy(self) -> None:
@@ -197,8 +199,7 @@ class Stack:
 
     def tokenizer(self) -> tokenizers.Tokenizer:
         """The one that the gateways use."""
-        directory = self.base / "run" / str(self.port) / "tokenizer"
-        return tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+        return tokenizers.Tokenizer.from_file(str(self.run / "tokenizer" / "tokenizer.json"))
 
     # Metrics
 
@@ -228,7 +229,7 @@ class Stack:
             "mirror_worker_running_sequences",
             "mirror_worker_kv_blocks_used",
         }
-        seen = {name: 0.0 for name in busy}
+        seen = dict.fromkeys(busy, 0.0)
         found = set()
         for name, _, value in self.samples():
             if name in busy:
