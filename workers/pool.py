@@ -1,0 +1,164 @@
+"""The workers of one device class: started, pinned, started again when they die, drained.
+
+`python -m workers.pool --class cpu`. The pool never gives up on a worker that died, it only waits
+longer between attempts. If the very first start of a worker fails for a reason that will not go
+away (no such model), it ends with the worker's status, so that whoever started it can say so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+from prometheus_client import multiprocess
+
+from mirror_sd import logs, telemetry
+from mirror_sd.child import CANNOT_START, Child, ChildSpec, Death, Waker
+from mirror_sd.config import PoolConfig, from_run_dir
+from mirror_sd.errors import ConfigError, SetupError
+
+_log = logging.getLogger(__name__)
+
+_TICK_S = 0.1
+# A worker told to drain gives its sequences back and flushes after `drain_s`; then it is late.
+_STOP_MARGIN_S = 4.0
+
+
+class Pool:
+    """Keeps `children` alive until `stop`."""
+
+    def __init__(
+        self,
+        device_class: str,
+        children: Sequence[Child],
+        *,
+        drain_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        wait: Callable[[float], object] = time.sleep,
+    ) -> None:
+        self._children = children
+        self._drain_s = drain_s
+        self._clock = clock
+        self._wait = wait
+        self._restarts = telemetry.WORKER_RESTARTS.labels(device_class)
+        self._restarts.inc(0)
+        self._signals = 0
+
+    def run(self) -> int:
+        """Returns 0 after `stop`, `CANNOT_START` where a first start failed for good."""
+        for worker in self._children:
+            worker.start()
+        status = 0
+        while not self._signals and status == 0:
+            status = self.run_once()
+            self._wait(_TICK_S)
+        self._end_workers()
+        return status
+
+    def run_once(self) -> int:
+        """Look after each worker once; not 0 when the pool must end."""
+        for worker in self._children:
+            before = worker.restarts
+            death = worker.tend()
+            if death is not None:
+                self._bury(death)
+                if death.status == CANNOT_START and worker.restarts == 0:
+                    return CANNOT_START
+                _log.error("%s; starting it again in %.1f s", death, death.delay_s)
+            if worker.restarts > before:
+                self._restarts.inc()
+        return 0
+
+    def stop(self) -> None:
+        """Drain; a second call ends the workers at once. Safe in a signal handler."""
+        self._signals += 1
+
+    def _end_workers(self) -> None:
+        for worker in self._children:
+            worker.stop()
+        deadline = self._clock() + self._drain_s + _STOP_MARGIN_S
+        while any(worker.pid is not None for worker in self._children):
+            for worker in self._children:
+                death = worker.reap()
+                if death is not None:
+                    self._bury(death)
+            if self._signals > 1 or self._clock() >= deadline:
+                break
+            self._wait(_TICK_S / 5)
+        for worker in self._children:
+            if worker.pid is not None:
+                _log.warning("%s did not end in time: killed", worker.spec.name)
+                worker.kill()
+
+    def _bury(self, death: Death) -> None:
+        if os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
+            # The gauges of the dead must not be summed with those of the living.
+            multiprocess.mark_process_dead(death.pid)  # type: ignore[no-untyped-call]
+
+
+def share_of_cores(cores: Sequence[int], workers: int, index: int) -> list[int]:
+    """The cores of worker `index` of `workers`: neighbours, as many as its equal share; one core,
+    shared in turn, where there are more workers than cores."""
+    if workers >= len(cores):
+        return [cores[index % len(cores)]]
+    begin = index * len(cores) // workers
+    end = (index + 1) * len(cores) // workers
+    return list(cores[begin:end])
+
+
+def worker_spec(device_class: str, pool: PoolConfig, cores: Sequence[int], index: int) -> ChildSpec:
+    """How the pool starts worker `index` on its share of `cores`."""
+    share = share_of_cores(cores, pool.workers, index)
+    threads = str(pool.threads or len(share))
+    argv = [sys.executable, "-m", "workers.worker", "--class", device_class]
+    argv += ["--index", str(index), "--threads", threads]
+    if pool.pin:
+        argv += ["--cores", ",".join(map(str, share))]
+    env = {
+        "MIRROR_SD_ROLE": "worker",
+        "MIRROR_SD_CLASS": device_class,
+        # Read by OpenMP and MKL when they load, so before the worker could set it.
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+    }
+    return ChildSpec(name=f"worker-{device_class}-{index}", argv=argv, env=env)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The process's entry; the configuration comes from the run directory."""
+    parser = argparse.ArgumentParser(
+        prog="python -m workers.pool", description="The workers of a device class."
+    )
+    parser.add_argument("--class", dest="device_class", required=True, metavar="CLASS")
+    device_class = parser.parse_args(arguments).device_class
+    try:
+        logs.configure(f"pool-{device_class}")
+        config, _ = from_run_dir()
+        settings = {str(name): pool for name, pool in config.pools.items()}.get(device_class)
+        if settings is None:
+            raise ConfigError(f"no pool {device_class!r} is configured")
+    except SetupError as error:
+        _log.error("the pool %s cannot start: %s", device_class, error.message)
+        return CANNOT_START
+    cores = sorted(os.sched_getaffinity(0))
+    specs = [worker_spec(device_class, settings, cores, i) for i in range(settings.workers)]
+    waker = Waker()
+    waker.install()
+    pool = Pool(
+        device_class,
+        [Child(spec) for spec in specs],
+        drain_s=config.server.drain_s,
+        wait=waker.wait,
+    )
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: pool.stop())
+    return pool.run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

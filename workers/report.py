@@ -1,0 +1,81 @@
+"""What a worker tells of itself: its registration, its refusals, its gauges."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from mirror_sd import telemetry
+from mirror_sd.backends.protocol import Capabilities
+from mirror_sd.engine import EngineStats
+from mirror_sd.errors import BY_CODE, CapacityError, InvalidRequest, MirrorError
+from mirror_sd.messages import Failed, Register, Submit
+from workers.link import Outbound
+
+
+class Engine(Protocol):
+    """What the loop needs of `mirror_sd.engine.Engine`."""
+
+    model_name: str
+    slots: int
+    max_context: int
+
+    @property
+    def capabilities(self) -> Capabilities: ...
+    @property
+    def has_work(self) -> bool: ...
+    def add(self, submit: Submit) -> None: ...
+    def abort(self, request_id: str) -> None: ...
+    def step(self) -> Sequence[Outbound]: ...
+    def stats(self) -> EngineStats: ...
+    def check_integrity(self) -> None: ...
+
+
+class Gauges:
+    """The worker's own metrics; the engine counts its steps itself."""
+
+    def __init__(self, device_class: str, capabilities: Capabilities) -> None:
+        self._running = telemetry.RUNNING.labels(device_class)
+        self._kv_used = telemetry.KV_USED.labels(device_class)
+        self._kv_free = telemetry.KV_FREE.labels(device_class)
+        telemetry.ENGINE_INFO.labels(
+            device_class,
+            capabilities.name,
+            capabilities.precision,
+            str(capabilities.bit_stable).lower(),
+        ).set(1)
+
+    def set(self, stats: EngineStats) -> None:
+        self._running.set(stats.running)
+        self._kv_used.set(stats.kv_blocks_used)
+        self._kv_free.set(stats.kv_blocks_free)
+
+
+def registration(engine: Engine, worker_id: str, device_class: str, pid: int) -> Register:
+    """The frame that tells the broker of this worker."""
+    return Register(
+        worker_id=worker_id,
+        device_class=device_class,
+        pid=pid,
+        model=engine.model_name,
+        engine=engine.capabilities.name,
+        precision=engine.capabilities.precision,
+        slots=engine.slots,
+        max_context=engine.max_context,
+    )
+
+
+def refusal(request_id: str, error: MirrorError) -> Failed:
+    """The frame for a request that the engine did not take."""
+    can_retry = isinstance(error, CapacityError)
+    code = error.code
+    if code not in BY_CODE:
+        code = "no_worker" if can_retry else InvalidRequest.code
+    return Failed(
+        request_id=request_id,
+        code=code or "internal_error",
+        message=error.message,
+        param=error.param,
+        retry_after_s=error.retry_after_s,
+        retryable=can_retry,
+    )
