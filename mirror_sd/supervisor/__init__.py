@@ -1,0 +1,1 @@
+"""Runs one stack on this machine: nginx, gateways, broker and worker pools under one process."""

@@ -1,0 +1,117 @@
+"""nginx: which binary, whether it has Lua, and its configuration from the template."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from string import Template
+
+import mirror_sd
+from mirror_sd.config import Config, RunDir
+from mirror_sd.errors import SetupError
+
+_CANDIDATES = (
+    "/usr/sbin/nginx",
+    "/usr/local/sbin/nginx",
+    "/usr/local/openresty/nginx/sbin/nginx",
+    "/usr/local/openresty/bin/openresty",
+)
+_MODULES = ("ndk_http_module.so", "ngx_http_lua_module.so")
+_BODY_TIMEOUT_S = 30
+
+
+@dataclass(frozen=True, slots=True)
+class Nginx:
+    """An nginx that can run Lua; `modules` are to be loaded, empty where Lua is built in."""
+
+    binary: Path
+    modules: tuple[Path, ...]
+
+
+def find_nginx(environ: Mapping[str, str] | None = None) -> Nginx:
+    """`$MIRROR_SD_NGINX`, else nginx or openresty where they are usually installed.
+
+    Raises `SetupError` where there is none, or none with Lua.
+    """
+    environ = os.environ if environ is None else environ
+    named = environ.get("MIRROR_SD_NGINX")
+    if named is not None:
+        found = shutil.which(named)
+        if found is None:
+            raise SetupError(f"MIRROR_SD_NGINX: {named} cannot be executed")
+        return _with_lua(Path(found))
+    candidates = (shutil.which("openresty"), shutil.which("nginx"), *_CANDIDATES)
+    binary = next((path for path in candidates if path and os.access(path, os.X_OK)), None)
+    if binary is None:
+        raise SetupError("nginx is not installed: run ops/up, or install nginx with its Lua module")
+    return _with_lua(Path(binary))
+
+
+def _with_lua(binary: Path) -> Nginx:
+    try:
+        answer = subprocess.run(
+            [binary, "-V"], capture_output=True, text=True, timeout=20, check=True
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        raise SetupError(f"{binary} -V does not work: {error}") from error
+    described = answer.stderr + answer.stdout
+    if "openresty" in described or re.search(
+        r"--add-module=\S*(ngx_lua|lua-nginx-module)", described
+    ):
+        return Nginx(binary, ())
+    named = re.search(r"--modules-path=(\S+)", described)
+    directories = [named[1]] if named else []
+    for directory in map(
+        Path, (*directories, "/usr/lib/nginx/modules", "/usr/share/nginx/modules")
+    ):
+        modules = tuple(directory / name for name in _MODULES)
+        if all(module.is_file() for module in modules):
+            return Nginx(binary, modules)
+    raise SetupError(
+        f"{binary} has no Lua module: run ops/up, or install libnginx-mod-http-lua "
+        "(on Debian) or OpenResty"
+    )
+
+
+def source_root() -> Path:
+    """Where `openresty/` and `workers/` lie: the clone of the project."""
+    return Path(mirror_sd.__file__).resolve().parent.parent
+
+
+def render(config: Config, run: RunDir, nginx: Nginx, error_log: Path) -> str:
+    """The text of nginx.conf. Raises `SetupError` where the template cannot be used."""
+    openresty = source_root() / "openresty"
+    gateways = [f"unix:{run.gateway_socket(index)}" for index in range(config.server.gateways)]
+    host = f"[{config.server.host}]" if ":" in config.server.host else config.server.host
+    values = {
+        "load_modules": "\n".join(f'load_module "{module}";' for module in nginx.modules),
+        # As root nginx would give its workers to `nobody`, who may not open the sockets.
+        "user_line": "user root;" if os.getuid() == 0 else "",
+        "run_dir": str(run.path),
+        "error_log": f'"{error_log}" warn',
+        "access_log": "off",
+        "lua_path": f"{openresty}/lua/?.lua;;",
+        "lua_cpath": ";;",
+        "html_dir": str(openresty / "html"),
+        "listen": f"{host}:{config.server.port}",
+        "gateway_servers": ",".join(gateways),
+        "classes": ",".join(config.pools),
+        "max_body_bytes": str(config.server.max_body_bytes),
+        "body_timeout_s": str(_BODY_TIMEOUT_S),
+        "request_timeout_s": str(math.ceil(config.server.request_timeout_s)),
+    }
+    path = openresty / "nginx.conf.template"
+    try:
+        return Template(path.read_text(encoding="utf-8")).substitute(values)
+    except OSError as error:
+        raise SetupError(
+            f"cannot read {path} ({error.strerror}): run from a clone of the project"
+        ) from error
+    except (KeyError, ValueError) as error:
+        raise SetupError(f"{path} has a placeholder that nothing fills: {error}") from error

@@ -1,0 +1,109 @@
+"""`mirror-sd up`: check, start, say `ready`, watch, stop; every exit leaves nothing behind."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable
+from types import FrameType
+
+from mirror_sd import logs
+from mirror_sd.child import Waker
+from mirror_sd.config import Config, RunDir
+from mirror_sd.supervisor import edge, preflight, run_directory
+from mirror_sd.supervisor.background import is_detached
+from mirror_sd.supervisor.run_directory import Claim
+from mirror_sd.supervisor.stack import Stack
+from mirror_sd.uir import tokenizer_files
+
+_log = logging.getLogger(__name__)
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# Shell convention: 128 + SIGINT. Stopping a ready stack is a success, breaking its start is not.
+INTERRUPTED = 130
+
+
+def up(config: Config, announce: Callable[[str], None]) -> int:
+    """Run a stack until a signal; `announce` is given the one line `ready URL`.
+
+    Returns the exit status. Raises `SetupError` where it cannot start; then nothing is left.
+    """
+    claim = Claim(RunDir.of_port(config.server.port))
+    try:
+        _catch(_interrupt)
+        return _run(config, claim, announce)
+    except KeyboardInterrupt:
+        _log.info("interrupted before anything was started")
+        return INTERRUPTED
+    finally:
+        claim.release()
+
+
+def _run(config: Config, claim: Claim, announce: Callable[[str], None]) -> int:
+    run = claim.run
+    nginx = edge.find_nginx()
+    claim.acquire()
+    preflight.check_port(config.server.host, config.server.port)
+    preflight.check_disk(run.path)
+    files = preflight.find_model(config, _log.info)
+    tokenizer_files.export(files, run.tokenizer)
+    run.config_json.write_text(config.model_dump_json(indent=2), encoding="utf-8")
+    error_log = run_directory.logs(run) / "nginx.log"
+    text = edge.render(config, run, nginx, error_log)
+    (run.nginx / "nginx.conf").write_text(text, encoding="utf-8")
+    waker = Waker()
+    waker.install()
+    stack = Stack(config, run, nginx, wait=waker.wait)
+    _catch(lambda *_: stack.stop())
+    return _serve(stack, config, config.model.served_name or files.name, announce)
+
+
+def _serve(stack: Stack, config: Config, model: str, announce: Callable[[str], None]) -> int:
+    was_ready = False
+    try:
+        _log.info("starting %s", ", ".join(["nginx", "gateways", "broker", *config.pools]))
+        stack.start()
+        stack.wait_until_ready(model)
+        if not stack.is_stopping:
+            was_ready = True
+            announce(f"ready {url(config)}")
+            if is_detached():
+                leave_terminal(RunDir.of_port(config.server.port))
+            stack.watch()
+        _log.info("stopping; again to stop at once")
+    finally:
+        stack.end(at_once=not was_ready)
+    _log.info("stopped")
+    return 0 if was_ready else INTERRUPTED
+
+
+def url(config: Config) -> str:
+    """Where a client on this machine reaches the stack."""
+    host = config.server.host
+    if host in ("0.0.0.0", "::", ""):
+        host = "127.0.0.1"
+    return f"http://{f'[{host}]' if ':' in host else host}:{config.server.port}"
+
+
+def leave_terminal(run: RunDir) -> None:
+    """Send all further output to the stack's own log, so that the caller's streams can close."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    log = os.open(
+        run_directory.logs(run) / "supervisor.out", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600
+    )
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    logs.configure("supervisor")
+
+
+def _catch(handler: Callable[[int, FrameType | None], object]) -> None:
+    for number in SIGNALS:
+        signal.signal(number, handler)
+
+
+def _interrupt(_number: int, _frame: FrameType | None) -> None:
+    raise KeyboardInterrupt

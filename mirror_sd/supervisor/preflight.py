@@ -1,0 +1,77 @@
+"""What can be known to fail before anything is started, each as one sentence."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+from mirror_sd import model_store
+from mirror_sd.config import Config
+from mirror_sd.errors import ConfigError, SetupError
+from mirror_sd.model_store import ModelFiles
+
+# Sockets, logs, metrics and the tokenizer; a full disk would kill the metrics' memory maps.
+NEEDED_MB = 64
+
+
+def check_port(host: str, port: int) -> None:
+    """Raises `SetupError` naming the holder of the port where it can be found."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"server.host: {host!r} is not an address of this machine") from error
+    with socket.socket(family, kind, protocol) as probe:
+        # As nginx does, so that connections in TIME_WAIT do not count.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+        except OSError as error:
+            raise SetupError(_why_not(error, host, port)) from error
+
+
+def _why_not(error: OSError, host: str, port: int) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return f"port {port} is taken{_holder(port)}; free it, or choose another by --port"
+    if error.errno == errno.EACCES:
+        return f"port {port} is reserved for root; choose one from 1024 on by --port"
+    return f"cannot listen on {host}:{port}: {error.strerror}"
+
+
+def _holder(port: int) -> str:
+    try:
+        connections = psutil.net_connections("tcp")
+    except psutil.AccessDenied:
+        return ""
+    for connection in connections:
+        listens = connection.status == psutil.CONN_LISTEN and connection.laddr
+        if listens and listens.port == port and connection.pid is not None:
+            try:
+                return f" by {psutil.Process(connection.pid).name()} (pid {connection.pid})"
+            except psutil.Error:
+                return f" by pid {connection.pid}"
+    return ""
+
+
+def check_disk(directory: Path) -> None:
+    """Raises `SetupError` where the file system of `directory` is nearly full."""
+    free_mb = shutil.disk_usage(directory).free >> 20
+    if free_mb < NEEDED_MB:
+        raise SetupError(
+            f"{directory} has {free_mb} MB free; {NEEDED_MB} MB are needed "
+            "(MIRROR_SD_RUN_DIR names another place)"
+        )
+
+
+def find_model(config: Config, report: Callable[[str], None]) -> ModelFiles:
+    """The model's files, pulled first where it is a registered one; raises `ModelError`."""
+    ref = config.model.path
+    if any(model.name == ref and model.path is None for model in model_store.available()):
+        return model_store.pull(ref, report)
+    return model_store.resolve(ref)

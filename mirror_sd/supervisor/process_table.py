@@ -1,0 +1,125 @@
+"""What runs in a stack and what it does: the answer of `mirror-sd status`."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from mirror_sd.config import RunDir
+
+_ANSWER_S = 3.0
+# Processes that serve only through the children they fork.
+_MASTERS = ("nginx", "gateway")
+
+
+@dataclass(frozen=True, slots=True)
+class StackProcess:
+    """One process; `device_class` only for a pool and its workers."""
+
+    role: str
+    pid: int
+    device_class: str | None
+    rss_mb: float
+
+    def to_json(self) -> dict[str, Any]:
+        entry: dict[str, Any] = {"role": self.role, "pid": self.pid, "rss_mb": self.rss_mb}
+        if self.device_class is not None:
+            entry["class"] = self.device_class
+        return entry
+
+
+def processes(supervisor_pid: int) -> list[StackProcess]:
+    """Every process of the stack once, the supervisor first."""
+    try:
+        supervisor = psutil.Process(supervisor_pid)
+        found = [StackProcess("supervisor", supervisor_pid, None, _rss_mb(supervisor))]
+        children = supervisor.children()
+    except psutil.Error:
+        return []
+    for child in children:
+        with suppress(psutil.Error):  # it ended while we looked
+            found.extend(_family(child))
+    return found
+
+
+def _family(process: psutil.Process) -> Iterator[StackProcess]:
+    role, device_class = _role(process)
+    children = process.children()
+    own_role = f"{role}-master" if role in _MASTERS else role
+    yield StackProcess(own_role, process.pid, device_class, _rss_mb(process))
+    if role in _MASTERS:
+        for child in children:
+            with suppress(psutil.Error):
+                yield StackProcess(role, child.pid, None, _rss_mb(child))
+    elif role == "pool":
+        for child in children:
+            with suppress(psutil.Error):
+                yield StackProcess("worker", child.pid, device_class, _rss_mb(child))
+
+
+def _role(process: psutil.Process) -> tuple[str, str | None]:
+    environment = process.environ()
+    role = environment.get("MIRROR_SD_ROLE")
+    if role is None:
+        # nginx writes its title over its environment.
+        role = "nginx" if process.name() in ("nginx", "openresty") else process.name()
+    return role, environment.get("MIRROR_SD_CLASS")
+
+
+def _rss_mb(process: psutil.Process) -> float:
+    return round(float(process.memory_info().rss) / 2**20, 1)
+
+
+def load(run: RunDir) -> dict[str, Any]:
+    """`running`, `waiting`, `kv_blocks_used` and `workers` as the broker sees them, from the first
+    gateway that answers; None for each where none does."""
+    state: dict[str, Any] = {}
+    for path in sorted(run.path.glob("gateway-*.sock")):
+        with suppress(OSError, http.client.HTTPException, ValueError):
+            state = _get_json(path, "/admin/state")
+            break
+    workers: list[dict[str, Any]] | None = state.get("workers")
+    return {
+        "running": state.get("running"),
+        "waiting": state.get("waiting"),
+        "kv_blocks_used": _sum(workers, "kv_blocks_used"),
+        "kv_blocks_free": _sum(workers, "kv_blocks_free"),
+        "workers": workers,
+    }
+
+
+def _sum(workers: list[dict[str, Any]] | None, key: str) -> int | None:
+    return None if workers is None else sum(worker[key] for worker in workers)
+
+
+def _get_json(path: Path, resource: str) -> dict[str, Any]:
+    connection = _UnixConnection(path)
+    try:
+        connection.request("GET", resource)
+        answer = connection.getresponse()
+        content = answer.read()
+        if answer.status != 200:
+            raise ValueError(f"{resource}: status {answer.status}")
+        decoded: dict[str, Any] = json.loads(content)
+        return decoded
+    finally:
+        connection.close()
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    def __init__(self, path: Path) -> None:
+        super().__init__("localhost", timeout=_ANSWER_S)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(_ANSWER_S)
+        self.sock.connect(str(self._path))

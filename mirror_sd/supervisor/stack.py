@@ -1,0 +1,163 @@
+"""One stack: its processes started together, watched, and stopped from the outside in."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+from mirror_sd.child import Child, ChildSpec
+from mirror_sd.config import Config, RunDir
+from mirror_sd.errors import SetupError
+from mirror_sd.supervisor import live_gauges, processes, run_directory
+from mirror_sd.supervisor.edge import Nginx
+from mirror_sd.supervisor.log_tail import LogTail, last_lines
+from mirror_sd.supervisor.readiness import ReadinessCheck
+
+_log = logging.getLogger(__name__)
+
+_TICK_S = 0.2
+_STOP_S = 2.0
+_SWEEP_S = 2.0
+_LINES_SHOWN = 12
+
+
+class Stack:
+    """`start`, `wait_until_ready`, `watch`, `end`, all on one thread; `stop` from a signal handler.
+
+    `wait` sleeps for some seconds at most, less when a signal comes.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        run: RunDir,
+        nginx: Nginx,
+        *,
+        wait: Callable[[float], object] = time.sleep,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config = config
+        self._run = run
+        self._wait = wait
+        self._clock = clock
+        self._signals = 0
+        self._next_sweep = 0.0
+        self._tail = LogTail(run_directory.logs(run))
+        self._edge = Child(processes.nginx_spec(run, nginx))
+        self._gateways = [
+            Child(processes.gateway_spec(config, run, index))
+            for index in range(config.server.gateways)
+        ]
+        self._pools = [Child(processes.pool_spec(run, name)) for name in config.pools]
+        self._broker = Child(processes.broker_spec(run))
+
+    @property
+    def is_stopping(self) -> bool:
+        return self._signals > 0
+
+    def start(self) -> None:
+        """Start every process; raises `SetupError` where a command cannot be executed."""
+        # Workers first: loading the model takes longest.
+        for child in (*self._pools, self._broker, *self._gateways, self._edge):
+            try:
+                child.start()
+            except OSError as error:
+                raise SetupError(f"cannot start {child.spec.name}: {error}") from error
+
+    def wait_until_ready(self, model: str) -> None:
+        """Return when a generation has passed through all processes, or `stop` was called.
+
+        Raises `SetupError` when a process dies or `server.start_timeout_s` is over.
+        """
+        check = ReadinessCheck(
+            _reachable(self._config.server.host), self._config.server.port, model
+        )
+        deadline = self._clock() + self._config.server.start_timeout_s
+        check.start()
+        try:
+            while not check.is_ready and not self.is_stopping:
+                self._fail_on_death()
+                self._echo_errors()
+                if self._clock() >= deadline:
+                    raise SetupError(self._not_ready(check.last_answer))
+                self._wait(_TICK_S / 4)
+        finally:
+            check.stop()
+
+    def watch(self) -> None:
+        """Keep every process alive until `stop`."""
+        while not self.is_stopping:
+            self.run_once()
+            self._wait(_TICK_S)
+
+    def run_once(self) -> None:
+        """Look after each process once."""
+        for child in self._children():
+            death = child.tend()
+            if death is not None:
+                _log.error("%s; starting it again in %.1f s", death, death.delay_s)
+        self._echo_errors()
+        now = self._clock()
+        if now >= self._next_sweep:
+            self._next_sweep = now + _SWEEP_S
+            live_gauges.forget_dead(self._run.metrics)
+
+    def stop(self) -> None:
+        """Ask for the end; a second call makes it immediate. Safe in a signal handler."""
+        self._signals += 1
+
+    def end(self, *, at_once: bool = False) -> None:
+        """Stop from the outside in, so that running answers can finish; leave no process."""
+        try:
+            if not at_once:
+                drain_s = self._config.server.drain_s
+                self._end_stage([self._edge], drain_s)
+                self._end_stage(self._gateways, _STOP_S)
+                self._end_stage(self._pools, _STOP_S)
+                self._end_stage([self._broker], _STOP_S)
+        finally:
+            for child in self._children():
+                child.kill()
+
+    def _end_stage(self, children: Sequence[Child], timeout_s: float) -> None:
+        for child in children:
+            child.stop()
+        deadline = self._clock() + timeout_s
+        while self._signals < 2 and any(child.pid is not None for child in children):
+            for child in children:
+                child.reap()
+            if self._clock() >= deadline:
+                for child in children:
+                    if child.pid is not None:
+                        _log.warning("%s did not end in %.0f s: killed", child.spec.name, timeout_s)
+                        child.kill()
+                return
+            self._wait(_TICK_S / 10)
+
+    def _children(self) -> tuple[Child, ...]:
+        return (self._edge, *self._gateways, *self._pools, self._broker)
+
+    def _fail_on_death(self) -> None:
+        for child in self._children():
+            death = child.reap()
+            if death is not None:
+                raise SetupError(f"{death}{_quote(child.spec)}")
+
+    def _not_ready(self, last_answer: str) -> str:
+        timeout_s = self._config.server.start_timeout_s
+        quotes = "".join(_quote(pool.spec) for pool in self._pools)
+        return f"not ready after {timeout_s:g} s; last answer: {last_answer}{quotes}"
+
+    def _echo_errors(self) -> None:
+        for name, line in self._tail.new_errors():
+            _log.error("%s: %s", name, line)
+
+
+def _quote(spec: ChildSpec) -> str:
+    lines = last_lines(processes.log_of(spec), _LINES_SHOWN)
+    return "".join(f"\n  {spec.name}: {line}" for line in lines)
+
+
+def _reachable(host: str) -> str:
+    return {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
