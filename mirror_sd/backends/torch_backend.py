@@ -9,9 +9,9 @@ from torch import Tensor
 
 from mirror_sd.backends import batch_check, torch_selftest
 from mirror_sd.backends.protocol import Capabilities, Float32, RaggedBatch
+from mirror_sd.backends.torch_cache import empty_cache, geometry_of
 from mirror_sd.backends.torch_decoder import TorchDecoder
 from mirror_sd.backends.torch_linear import can_pack
-from mirror_sd.backends.torch_cache import empty_cache, geometry_of
 from mirror_sd.backends.torch_plan import Geometry, make_plan
 from mirror_sd.uir.program import Program
 

@@ -76,7 +76,7 @@ def can_pack(device: torch.device) -> bool:
     """Whether this build of torch has oneDNN's prepacked linears for the device."""
     return (
         device.type == "cpu"
-        and torch.backends.mkldnn.is_available()
+        and bool(torch._C._has_mkldnn)
         and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
     )

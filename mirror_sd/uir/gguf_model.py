@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -175,10 +176,7 @@ def _stored_bytes(file: GgufFile, tensor: StoredTensor) -> int:
             f"{file.path}: tensor {tensor.name} of shape {list(tensor.shape)} does not divide "
             f"into blocks of {block}"
         )
-    elements = 1
-    for size in tensor.shape:
-        elements *= size
-    return elements // block * block_bytes
+    return math.prod(tensor.shape) // int(block) * int(block_bytes)
 
 
 def _check_stored(file: GgufFile, tensor: StoredTensor) -> None:

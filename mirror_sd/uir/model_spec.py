@@ -15,6 +15,10 @@ from mirror_sd.errors import ModelError
 Family = Literal["llama", "qwen2", "qwen3", "mistral"]
 FAMILIES: tuple[Family, ...] = ("llama", "qwen2", "qwen3", "mistral")
 Shape = tuple[int, ...]
+_POSITIVE = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads"),
+    *("num_kv_heads", "head_dim", "max_context", "rope_theta", "rms_eps"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +66,7 @@ class ModelSpec:
     tied_embeddings: bool = False
 
     def __post_init__(self) -> None:
-        for name in (
-            "vocab_size hidden_size intermediate_size num_layers num_heads num_kv_heads head_dim "
-            "max_context rope_theta rms_eps"
-        ).split():
+        for name in _POSITIVE:
             if not getattr(self, name) > 0:
                 raise ModelError(f"the model's {name} must be positive, not {getattr(self, name)}")
         if self.num_heads % self.num_kv_heads:

@@ -20,15 +20,16 @@ Float32 = NDArray[np.float32]
 def inverse_frequencies(spec: ModelSpec) -> tuple[Float32, float]:
     """([head_dim / 2] radians per position, the factor that cosines and sines are scaled by)."""
     exponents = np.arange(0, spec.head_dim, 2, dtype=np.float32) / np.float32(spec.head_dim)
-    periods = np.power(np.float32(spec.rope_theta), exponents)
-    plain = (np.float32(1.0) / periods).astype(np.float32)
+    # The power in float64: numpy's own in float32 is an ulp off, an angle of 1e-4 at 4,000 tokens.
+    periods = np.power(np.float64(spec.rope_theta), exponents.astype(np.float64)).astype(np.float32)
+    plain: Float32 = np.divide(1.0, periods, dtype=np.float32)
     scaling = spec.rope_scaling
     if scaling is None:
         return plain, 1.0
     if scaling.kind == "linear":
-        return plain / np.float32(scaling.factor), 1.0
+        return np.divide(plain, scaling.factor, dtype=np.float32), 1.0
     if scaling.kind == "factors":
-        return plain / np.asarray(scaling.factors, np.float32), 1.0
+        return np.divide(plain, scaling.factors, dtype=np.float32), 1.0
     if scaling.kind == "llama3":
         return _llama3(plain, scaling), 1.0
     return _yarn(periods, scaling, spec), _yarn_attention_factor(scaling)
@@ -44,7 +45,7 @@ def _llama3(plain: Float32, scaling: RopeScaling) -> Float32:
     )
     smoothed = (1 - smooth) * slowed / np.float32(scaling.factor) + smooth * slowed
     between = (wavelengths >= shortest) & (wavelengths <= longest)
-    return np.where(between, smoothed, slowed).astype(np.float32)
+    return np.asarray(np.where(between, smoothed, slowed), np.float32)
 
 
 def _yarn(periods: Float32, scaling: RopeScaling, spec: ModelSpec) -> Float32:
@@ -61,7 +62,7 @@ def _yarn(periods: Float32, scaling: RopeScaling, spec: ModelSpec) -> Float32:
     ramp = (np.arange(spec.head_dim // 2, dtype=np.float32) - low) / (high - low)
     extrapolated = 1 - np.clip(ramp, 0, 1)
     frequencies = (1 - extrapolated) / (scaling.factor * periods) + extrapolated / periods
-    return frequencies.astype(np.float32)
+    return np.asarray(frequencies, np.float32)
 
 
 def _yarn_attention_factor(scaling: RopeScaling) -> float:

@@ -7,6 +7,7 @@ Format: https://github.com/huggingface/safetensors#format.
 from __future__ import annotations
 
 import json
+import math
 import mmap
 from functools import partial
 from pathlib import Path
@@ -19,8 +20,12 @@ from mirror_sd.errors import ModelError
 from mirror_sd.uir.weights import LazyTensor
 
 Float32 = NDArray[np.float32]
-STORED = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "F64": np.dtype("<f8")}
-BF16 = np.dtype("<u2")
+STORED: dict[str, np.dtype[Any]] = {
+    "F32": np.dtype("<f4"),
+    "F16": np.dtype("<f2"),
+    "F64": np.dtype("<f8"),
+}
+BF16: np.dtype[Any] = np.dtype("<u2")
 
 
 def read(path: Path) -> dict[str, LazyTensor]:
@@ -49,7 +54,7 @@ def _tensor(
     stored = BF16 if entry["dtype"] == "BF16" else STORED.get(entry["dtype"])
     if stored is None:
         raise ModelError(f"{path}: tensor {name} has the dtype {entry['dtype']}, not supported")
-    if min(shape, default=1) < 0 or begin < 0 or end - begin != _count(shape) * stored.itemsize:
+    if min(shape, default=1) < 0 or begin < 0 or end - begin != math.prod(shape) * stored.itemsize:
         raise ModelError(f"{path}: tensor {name} has {end - begin} bytes for shape {list(shape)}")
     if start + end > len(data):
         raise ModelError(
@@ -58,15 +63,8 @@ def _tensor(
     return LazyTensor(name, shape, partial(_load, data, start + begin, shape, stored))
 
 
-def _count(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
-
-
 def _load(data: mmap.mmap, offset: int, shape: tuple[int, ...], stored: np.dtype[Any]) -> Float32:
-    values = np.frombuffer(data, stored, _count(shape), offset).reshape(shape)
+    values = np.frombuffer(data, stored, math.prod(shape), offset).reshape(shape)
     if stored == BF16:
         return (values.astype(np.uint32) << 16).view(np.float32)
     return values.astype(np.float32, copy=False)
