@@ -56,7 +56,7 @@ def until(claim: Callable[[], Any], timeout_s: float, what: str, every_s: float 
 
 class Stack:
     """`settings` are `--set` items. `command` starts it in the foreground: `mirror-sd up`, or
-    `ops/up`. `base`, where given, is the directory of another stack to share run directories with."""
+    `ops/up`. `base`, where given, is another stack's, to keep both run directories in one."""
 
     def __init__(
         self,

@@ -153,7 +153,7 @@ def test_an_answer_without_a_seed_can_be_replayed_with_the_seed_it_reports(
     client: openai.OpenAI,
 ) -> None:
     first = ask(client, temperature=1.0)
-    seed = (first.model_extra or {})["seed"]
+    seed = (first.choices[0].model_extra or {})["seed"]
     assert text(ask(client, temperature=1.0, seed=seed)) == text(first)
 
 

@@ -1,0 +1,112 @@
+"""The tables of docs/operations.md say what the code says, and relative links lead somewhere.
+
+python -m tests.unit.test_documentation     prints the tables as they should be
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from prometheus_client.metrics import MetricWrapperBase
+from pydantic import BaseModel
+
+from mirror_sd import errors, telemetry
+from mirror_sd.config import Config, PoolConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+OPERATIONS = ROOT / "docs" / "operations.md"
+LUA = ROOT / "openresty" / "lua" / "mirror"
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+
+
+def setting_rows(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
+    """A table row for each configuration key."""
+    for name, field in model.model_fields.items():
+        key = f"{prefix}{name}"
+        kind = field.annotation
+        if name == "pools":
+            yield from setting_rows(PoolConfig, "pools.CLASS.")
+        elif isinstance(kind, type) and issubclass(kind, BaseModel):
+            yield from setting_rows(kind, f"{key}.")
+        else:
+            default = "" if field.default is None else f"`{field.default}`".replace("True", "true")
+            text = field.description or "most sequences at once on a worker of this class"
+            allowed = "".join(f" `{value}`" for value in get_args(kind) if isinstance(value, str))
+            text = f"{text} (one of{allowed})" if allowed else text
+            yield f"| `{key}` | {default} | {text} |"
+
+
+def python_metric_rows() -> Iterator[str]:
+    for metric in vars(telemetry).values():
+        if isinstance(metric, MetricWrapperBase):
+            [family] = metric.describe()
+            name = family.name + ("_total" if family.type == "counter" else "")
+            yield _metric_row(name, family.type, metric._labelnames, family.documentation)
+
+
+def lua_metric_rows() -> Iterator[str]:
+    text = (LUA / "metrics.lua").read_text(encoding="utf-8")
+    family = re.compile(
+        r'name = "(\w+)",\s*kind = "(\w+)",\s*help = "([^"]+)",\s*labels = \{([^}]*)\}'
+    )
+    for name, kind, documentation, labels in family.findall(text):
+        yield _metric_row(name, kind, re.findall(r'"(\w+)"', labels), documentation)
+    gauges = (LUA / "gauges.lua").read_text(encoding="utf-8")
+    for name, documentation in re.findall(r'name = "(\w+)",\s*help = "([^"]+)"', gauges):
+        label = {"mirror_edge_connections": ["state"], "mirror_edge_in_flight": ["gateway"]}
+        yield _metric_row(name, "gauge", label.get(name, []), documentation)
+
+
+def _metric_row(name: str, kind: str, labels: tuple[str, ...] | list[str], text: str) -> str:
+    shown = ", ".join(f"`{label}`" for label in labels)
+    return f"| `{name}` | {kind} | {shown} | {text} |"
+
+
+def table_after(heading: str) -> list[str]:
+    """The body rows of the first table under a heading of docs/operations.md."""
+    section = OPERATIONS.read_text(encoding="utf-8").split(f"\n## {heading}\n", 1)[1]
+    section = section.split("\n## ", 1)[0]
+    return [line for line in section.splitlines() if line.startswith("| `")]
+
+
+def test_the_settings_table_is_the_configuration() -> None:
+    assert table_after("Settings") == list(setting_rows())
+
+
+def test_the_metrics_table_is_what_is_declared() -> None:
+    assert len(list(lua_metric_rows())) >= 9
+    assert table_after("Metrics") == [*lua_metric_rows(), *python_metric_rows()]
+
+
+def test_every_error_code_of_the_wire_is_documented() -> None:
+    api = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    codes = {
+        kind.code
+        for kind in vars(errors).values()
+        if isinstance(kind, type)
+        and issubclass(kind, errors.MirrorError)
+        and not issubclass(kind, errors.SetupError)
+        and kind.code is not None
+    }
+    assert {code for code in codes if f"`{code}`" not in api} == set()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_relative_links_lead_to_files(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    targets = [
+        target.split("#")[0]
+        for target in re.findall(r"\]\(([^)\s]+)\)", text)
+        if not re.match(r"[a-z]+:|#", target)
+    ]
+    assert [target for target in targets if not (page.parent / target).exists()] == []
+
+
+if __name__ == "__main__":
+    print("\n".join(setting_rows()))
+    print()
+    print("\n".join([*lua_metric_rows(), *python_metric_rows()]))
