@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Executor
@@ -28,6 +29,7 @@ from mirror_sd.serving.text_thread import TextThread
 _log = logging.getLogger(__name__)
 RECEIVE = "mirror_sd.receive"
 _CLIENT_GONE = 499
+_TENANT = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _SSE_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
@@ -126,11 +128,12 @@ def caller_of(request: falcon.asgi.Request, config: Config) -> Caller:
     device_class = (request.get_header("X-Mirror-Device") or "").lower()
     if device_class not in config.pools:
         device_class = next(iter(config.pools))
+    tenant = request.get_header("X-Mirror-Tenant") or ""
     return Caller(
         request_id=request.context.request_id,
         device_class=device_class,
         tier="vip" if request.get_header("X-Mirror-Tier") == "vip" else "standard",
-        tenant=(request.get_header("X-Mirror-Tenant") or "default")[:128],
+        tenant=tenant if _TENANT.fullmatch(tenant) else "default",
     )
 
 

@@ -27,7 +27,7 @@ from mirror_sd.errors import (
 )
 
 _log = logging.getLogger(__name__)
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _SHOWN = (RequestError, CapacityError, DeadlineExceeded)
 _FALCON_ERRORS: dict[int, type[RequestError]] = {
     404: NotFound,

@@ -19,6 +19,7 @@ import falcon
 import falcon.asgi
 
 from mirror_sd import config as configuration
+from mirror_sd import logs
 from mirror_sd.api.tokenizer import Tokenizer
 from mirror_sd.config import Config
 from mirror_sd.serving import answers, status
@@ -69,6 +70,7 @@ def create_app(
     Raises `ConfigError` and `ModelError`, which keep the process from starting.
     """
     if config is None or tokenizer is None or broker is None:
+        logs.configure("gateway")
         config, run_dir = configuration.from_run_dir()
         tokenizer = Tokenizer.from_directory(run_dir.tokenizer)
         identity = f"gateway-{os.environ.get('MIRROR_SD_GATEWAY_INDEX', '0')}"
