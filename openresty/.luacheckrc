@@ -1,3 +1,3 @@
 std = "ngx_lua"
 max_line_length = 100
-files["**/*_spec.lua"] = { std = "+busted" }
+files["**/spec/*.lua"] = { std = "luajit+busted", globals = { "ngx" } }

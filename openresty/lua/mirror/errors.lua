@@ -88,7 +88,7 @@ end
 
 local function encode(entry, id)
     local message = entry.message
-    if id and entry.type ~= INVALID then
+    if id then
         message = message .. " (request id " .. id .. ")"
     end
     return cjson.encode({
@@ -99,7 +99,7 @@ end
 --- The JSON body for a status, and the seconds of Retry-After or nil.
 function _M.body(status, id)
     local entry = entry_of(status)
-    return encode(entry, id), entry.retry_after_s
+    return encode(entry, status >= 500 and entry.type ~= INVALID and id), entry.retry_after_s
 end
 
 --- The server-sent event that ends a stream whose gateway was lost.
@@ -109,11 +109,16 @@ end
 
 --- Answer with the error of `status` and end the request.
 function _M.send(status, is_truncated)
-    local body = encode(is_truncated and TRUNCATED or entry_of(status), request_id.get())
+    local body, retry_after_s = _M.body(status, request_id.get())
+    if is_truncated then
+        body = encode(TRUNCATED)
+    end
     ngx.status = status
     ngx.header["Content-Type"] = "application/json"
     ngx.header["Content-Length"] = #body
-    ngx.header["Retry-After"] = entry_of(status).retry_after_s
+    ngx.header["Retry-After"] = retry_after_s
+    -- What is left of the request must not be taken for the next one.
+    ngx.header["Connection"] = "close"
     ngx.print(body)
     -- Not `ngx.exit(status)`: nginx drops the connection without an answer on 408.
     return ngx.exit(ngx.HTTP_OK)

@@ -49,9 +49,15 @@ local FAMILIES = {
         labels = {},
     },
     {
+        name = "mirror_edge_incomplete_answers_total",
+        kind = "counter",
+        help = "Generation requests whose client left before the answer was complete.",
+        labels = {},
+    },
+    {
         name = "mirror_edge_dropped_samples_total",
         kind = "counter",
-        help = "Samples that the shared dict had no room for.",
+        help = "Samples that cost a series its place in the shared dict, or found none.",
         labels = {},
     },
 }
@@ -64,14 +70,16 @@ for _, status in ipairs({
     STATUSES[status] = tostring(status)
 end
 
+--- `dict`: a shared dict, or what has its methods.
 function _M.new(dict)
+    dict:add("mirror_edge_dropped_samples_total", 0)
     return setmetatable({ dict = dict }, Metrics)
 end
 
+--- Add to a counter; `key` is its name, or `name|label value|...`.
 function Metrics:add(key, value)
-    local total, failure = self.dict:incr(key, value, 0)
-    if not total and failure ~= "not a number" then
-        -- `safe` operations never evict; losing one sample beats losing another series.
+    local total, _, has_evicted = self.dict:incr(key, value, 0)
+    if not total or has_evicted then
         self.dict:incr("mirror_edge_dropped_samples_total", 1)
     end
 end

@@ -18,4 +18,5 @@ return function()
             arg[2] = true
         end
     end
+    ctx.is_complete = arg[2]
 end

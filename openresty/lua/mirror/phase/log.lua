@@ -7,6 +7,9 @@ return function()
         edge.balancer:release(ctx.peer)
         ctx.peer = nil
     end
+    if ctx.class and not ctx.is_complete then
+        edge.metrics:add("mirror_edge_incomplete_answers_total", 1)
+    end
     edge.metrics:request(
         ctx.class,
         ctx.tier,

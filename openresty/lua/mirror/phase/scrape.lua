@@ -3,12 +3,11 @@ local gauges = require("mirror.gauges")
 local ngx = ngx
 
 return function()
-    local ctx = ngx.ctx
     -- No log phase follows a subrequest: what its balancer took is given back here.
+    local ctx = {}
     local answer = ngx.location.capture("/gateway/metrics", { ctx = ctx })
     if ctx.peer then
         edge.balancer:release(ctx.peer)
-        ctx.peer = nil
     end
     local is_ok = answer.status == ngx.HTTP_OK and not answer.truncated
     local text = edge.metrics:text(gauges.read(edge.balancer, is_ok))

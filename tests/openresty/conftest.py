@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.openresty.stack import Edge
+
+
+@pytest.fixture(scope="module")
+def running_edge() -> Iterator[Edge]:
+    # Not tmp_path: the path of a unix socket may have 107 bytes only.
+    run_dir = Path(tempfile.mkdtemp(prefix="mirror-edge-"))
+    edge = Edge(run_dir)
+    try:
+        edge.start()
+        yield edge
+    finally:
+        edge.stop()
+        shutil.rmtree(run_dir)
+
+
+@pytest.fixture
+def edge(running_edge: Edge) -> Edge:
+    """The module's edge with all gateways up and none avoided as lately failed."""
+    dead = [gateway for gateway in running_edge.gateways if not gateway.is_alive]
+    for gateway in dead:
+        gateway.start()
+    if dead:
+        time.sleep(1.05)
+    return running_edge
