@@ -39,7 +39,10 @@ class Broker:
         self, config: Config, run_dir: RunDir, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._config = config
-        self._run_dir = run_dir
+        self._addresses: dict[Side, str] = {
+            "gateway": run_dir.gateway_endpoint,
+            "worker": run_dir.worker_endpoint,
+        }
         self._clock = clock
         self._switchboard = Switchboard(config, secrets.token_hex(8), clock=clock)
         self._tick_s = config.broker.heartbeat_ms / 4e3
@@ -52,11 +55,7 @@ class Broker:
         self._watch = ProcessWatch()
         self._poller = zmq.asyncio.Poller()
         self._sockets: dict[Side, zmq.asyncio.Socket] = {}
-        addresses: dict[Side, str] = {
-            "gateway": self._run_dir.gateway_endpoint,
-            "worker": self._run_dir.worker_endpoint,
-        }
-        for side, address in addresses.items():
+        for side, address in self._addresses.items():
             self._sockets[side] = endpoint.router(self._context, address)
             self._poller.register(self._sockets[side], zmq.POLLIN)
         self._poller.register(self._watch, zmq.POLLIN)
@@ -67,7 +66,10 @@ class Broker:
         }
 
     def close(self) -> None:
-        for socket in self._sockets.values():
+        for side, socket in self._sockets.items():
+            file = endpoint.socket_file(self._addresses[side])
+            if file is not None:
+                file.unlink(missing_ok=True)
             socket.close(linger=_GOODBYE_MS if self._drain_until is not None else 0)
         self._watch.close()
         self._context.term()

@@ -30,8 +30,9 @@ def router(context: zmq.asyncio.Context, endpoint: str) -> zmq.asyncio.Socket:
     socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
     try:
         socket.bind(endpoint)
-        if endpoint.startswith("ipc://"):
-            Path(endpoint.removeprefix("ipc://")).chmod(0o600)
+        file = socket_file(endpoint)
+        if file is not None:
+            file.chmod(0o600)
     except (zmq.ZMQError, OSError) as error:
         socket.close(linger=0)
         raise SetupError(f"cannot listen on {endpoint}: {error}") from error
@@ -47,6 +48,12 @@ def dealer(context: zmq.asyncio.Context, endpoint: str, identity: bytes) -> zmq.
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
     socket.connect(endpoint)
     return socket
+
+
+def socket_file(endpoint: str) -> Path | None:
+    """The file of an ipc endpoint. ZeroMQ makes it and leaves it behind."""
+    scheme, _, path = endpoint.partition("://")
+    return Path(path) if scheme == "ipc" else None
 
 
 def _bound(socket: zmq.asyncio.Socket) -> None:

@@ -97,6 +97,9 @@ class Switchboard:
             if not isinstance(message, Submit | Cancel | Ping | StatsRequest):
                 raise ProtocolError(f"a gateway does not send {type(message).__name__}")
             self._gateways.handle(identity, message, frame)
+            if isinstance(message, Submit):
+                # At once, or a burst would be refused for a full queue while workers are free.
+                self.dispatch()
         except ProtocolError as error:
             self.drop_frame("gateway", identity, error.message)
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mirror_sd.config import Config, RunDir
+from mirror_sd.errors import NoWorker
 from mirror_sd.messages import Chunk, Finished, SamplingParams, Stats, Submit
 from mirror_sd.serving.broker_client import BrokerClient
 from tests.unit.serving.scripted_worker import token_at
@@ -46,6 +47,12 @@ class BrokerStack:
     ) -> subprocess.Popen[bytes]:
         arguments = [self.run_dir.worker_endpoint, name, str(slots), str(step_ms), str(BEAT_MS)]
         return self._start(["tests.unit.serving.scripted_worker", *arguments, kind])
+
+    def start_gateway(self, requests: int) -> subprocess.Popen[bytes]:
+        """A gateway process with that many endless requests."""
+        return self._start(
+            ["tests.unit.serving.broker_stack", str(self.run_dir.path), str(requests)]
+        )
 
     def _start(self, arguments: list[str], **options: Any) -> subprocess.Popen[bytes]:
         process = subprocess.Popen([sys.executable, "-m", *arguments], cwd=ROOT, **options)
@@ -116,12 +123,27 @@ async def collect(
 
 
 async def wait_for_stats(
-    client: BrokerClient, condition: Callable[[Stats], bool], within_s: float = 5.0
+    client: BrokerClient, condition: Callable[[Stats], bool], within_s: float = 10.0
 ) -> Stats:
+    """Ask until the condition holds; a broker that is only starting may not answer yet."""
     deadline = time.monotonic() + within_s
     while True:
-        stats = await client.stats()
-        if condition(stats):
+        stats: Stats | None = None
+        with contextlib.suppress(NoWorker):
+            stats = await client.stats()
+        if stats is not None and condition(stats):
             return stats
         assert time.monotonic() < deadline, f"not reached: {stats}"
         await asyncio.sleep(0.02)
+
+
+async def hold_requests(path: Path, requests: int) -> None:
+    config = Config.model_validate_json(RunDir(path).config_json.read_text(encoding="utf-8"))
+    client = BrokerClient(RunDir(path).gateway_endpoint, "held", config.broker)
+    await client.start()
+    submits = [make_submit(f"held-{i}", tokens=10**6) for i in range(requests)]
+    await asyncio.gather(*(collect(client, submit) for submit in submits))
+
+
+if __name__ == "__main__":
+    asyncio.run(hold_requests(Path(sys.argv[1]), int(sys.argv[2])))
