@@ -15,7 +15,7 @@ from mirror_sd.uir.rope import inverse_frequencies
 
 
 class ReferenceBackend:
-    """Bit-stable by construction as far as numpy's products are: it computes token by token."""
+    """Sequences never meet, but numpy's products may round a row differently in longer chunks."""
 
     def __init__(self, program: Program) -> None:
         self._spec = program.spec
@@ -32,8 +32,8 @@ class ReferenceBackend:
             precision="fp32",
             vocab_size=self._spec.vocab_size,
             max_context=self._spec.max_context,
-            bit_stable=True,
-            detail="plain numpy, one token at a time: for tests",
+            bit_stable=False,
+            detail="plain numpy, for tests",
         )
 
     def kv_bytes_per_block(self, block_size: int) -> int:
@@ -55,50 +55,56 @@ class ReferenceBackend:
             num_blocks=self._num_blocks,
             block_size=self._block_size,
         )
-        logits = np.empty((len(batch.logit_rows), self._spec.vocab_size), np.float32)
-        wanted = {int(row): place for place, row in enumerate(batch.logit_rows)}
+        hidden = np.empty((len(batch.token_ids), self._spec.hidden_size), np.float32)
         for index, table in enumerate(batch.block_tables):
-            for row in range(batch.sequence_offsets[index], batch.sequence_offsets[index + 1]):
-                x = self._token(int(batch.token_ids[row]), int(batch.positions[row]), table)
-                if row in wanted:
-                    head = "embedding" if self._spec.tied_embeddings else "head"
-                    x = self._norm(x, self._weights["final_norm"])
-                    logits[wanted[row]] = self._weights[head] @ x
-        return logits
+            begin, end = batch.sequence_offsets[index], batch.sequence_offsets[index + 1]
+            hidden[begin:end] = self._sequence(
+                batch.token_ids[begin:end], batch.positions[begin:end], table
+            )
+        wanted = self._norm(hidden[batch.logit_rows], self._weights["final_norm"])
+        head = "embedding" if self._spec.tied_embeddings else "head"
+        return np.asarray(wanted @ self._weights[head].T, np.float32)
 
-    def _token(self, token_id: int, position: int, table: Int32) -> Float32:
-        """Hidden state [hidden] of one token after the last layer."""
-        places = np.arange(position + 1)
+    def _sequence(self, token_ids: Int32, positions: Int32, table: Int32) -> Float32:
+        """Hidden states [tokens, hidden] after the last layer."""
+        places = np.arange(positions[-1] + 1)
         slots = table[places // self._block_size].astype(np.int64) * self._block_size
         slots += places % self._block_size
-        x = self._weights["embedding"][token_id]
+        x: Float32 = self._weights["embedding"][token_ids]
         for layer in range(self._spec.num_layers):
-            x = x + self._attention(layer, x, position, slots)
+            x = x + self._attention(layer, x, positions, slots)
             x = x + self._mlp(layer, x)
         return x
 
-    def _attention(self, layer: int, x: Float32, position: int, slots: NDArray[np.int64]) -> Float32:
+    def _attention(
+        self, layer: int, x: Float32, positions: Int32, slots: NDArray[np.int64]
+    ) -> Float32:
         spec = self._spec
         h = self._norm(x, self._weight(layer, "attention_norm"))
-        q = self._project(layer, "q", h).reshape(spec.num_heads, spec.head_dim)
-        k = self._project(layer, "k", h).reshape(spec.num_kv_heads, spec.head_dim)
-        v = self._project(layer, "v", h).reshape(spec.num_kv_heads, spec.head_dim)
+        q = self._project(layer, "q", h).reshape(-1, spec.num_heads, spec.head_dim)
+        k = self._project(layer, "k", h).reshape(-1, spec.num_kv_heads, spec.head_dim)
+        v = self._project(layer, "v", h).reshape(-1, spec.num_kv_heads, spec.head_dim)
         if spec.qk_norm:
             q = self._norm(q, self._weight(layer, "q_norm"))
             k = self._norm(k, self._weight(layer, "k_norm"))
-        self._keys[layer, slots[-1]] = self._rotate(k, position)
-        self._values[layer, slots[-1]] = v
-        q = self._rotate(q, position)
-        window = spec.windows[layer]
-        seen = slots if window is None else slots[-window:]
+        self._keys[layer, slots[positions]] = self._rotate(k, positions)
+        self._values[layer, slots[positions]] = v
+        q = self._rotate(q, positions)
         shared = spec.num_heads // spec.num_kv_heads
-        keys = np.repeat(self._keys[layer, seen], shared, axis=1)
-        values = np.repeat(self._values[layer, seen], shared, axis=1)
-        scores = np.einsum("hd,thd->ht", q, keys) / np.sqrt(np.float32(spec.head_dim))
-        scores = np.exp(scores - scores.max(axis=1, keepdims=True))
-        scores /= scores.sum(axis=1, keepdims=True)
-        mixed: Float32 = np.einsum("ht,thd->hd", scores, values)
-        return self._project(layer, "o", mixed.reshape(-1))
+        keys = np.repeat(self._keys[layer, slots], shared, axis=1)
+        values = np.repeat(self._values[layer, slots], shared, axis=1)
+        scores = np.einsum("nhd,thd->hnt", q, keys) / np.sqrt(np.float32(spec.head_dim))
+        scores[:, self._hidden(layer, positions, len(slots))] = -np.inf
+        scores = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        scores /= scores.sum(axis=-1, keepdims=True)
+        mixed: Float32 = np.einsum("hnt,thd->nhd", scores, values)
+        return self._project(layer, "o", mixed.reshape(len(x), -1))
+
+    def _hidden(self, layer: int, positions: Int32, context: int) -> NDArray[np.bool_]:
+        """[tokens, context]: which keys a token may not look at."""
+        keys, rows = np.arange(context), positions[:, None]
+        window = self._spec.windows[layer]
+        return np.asarray((keys > rows) | (False if window is None else keys <= rows - window))
 
     def _mlp(self, layer: int, x: Float32) -> Float32:
         h = self._norm(x, self._weight(layer, "mlp_norm"))
@@ -109,17 +115,16 @@ class ReferenceBackend:
         return self._weights[f"layers.{layer}.{role}"]
 
     def _project(self, layer: int, role: str, x: Float32) -> Float32:
-        y: Float32 = self._weight(layer, role) @ x
-        bias = self._weights.get(f"layers.{layer}.{role}_bias")
-        return y if bias is None else y + bias
+        bias = self._weights.get(f"layers.{layer}.{role}_bias", np.float32(0))
+        return np.asarray(x @ self._weight(layer, role).T + bias, np.float32)
 
     def _norm(self, x: Float32, weight: Float32) -> Float32:
         mean_square = np.mean(np.square(x), axis=-1, keepdims=True)
         return np.asarray(x / np.sqrt(mean_square + self._spec.rms_eps) * weight, np.float32)
 
-    def _rotate(self, x: Float32, position: int) -> Float32:
-        """Turn the pairs (i, i + head_dim / 2) of every head [heads, head_dim]."""
-        angles = np.float32(position) * self._frequencies
+    def _rotate(self, x: Float32, positions: Int32) -> Float32:
+        """Turn the pairs (i, i + head_dim / 2) of every head [tokens, heads, head_dim]."""
+        angles = positions[:, None, None].astype(np.float32) * self._frequencies
         cosines = np.cos(angles) * np.float32(self._rope_scale)
         sines = np.sin(angles) * np.float32(self._rope_scale)
         first, second = np.split(x, 2, axis=-1)
