@@ -90,8 +90,9 @@ class BrokerClient:
     async def generate(self, submit: Submit) -> AsyncGenerator[Chunk | Finished, None]:
         """Chunks without duplicates or gaps, then `Finished`.
 
-        Raises the error of a `Failed`; `DeadlineExceeded` when `timeout_s` is over; `QueueFull`
-        when this process has too many requests; `PayloadTooLarge`. Leaving early (`aclose`, or
+        Raises the error of a `Failed`; `DeadlineExceeded` when `timeout_s` is over (an hour where
+        none is given); `QueueFull` when this process has too many requests; `PayloadTooLarge`.
+        Leaving early (`aclose`, or
         cancellation of the task that waits in it) cancels the request; use `contextlib.aclosing`.
         """
         call = self._open(submit)

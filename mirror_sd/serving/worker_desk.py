@@ -109,7 +109,8 @@ class WorkerDesk:
             return
         telemetry.WORKERS_LOST.labels(worker.register.device_class).inc()
         request_ids = self._roster.leave(worker.worker_id)
-        _log.warning(
+        _log.log(
+            logging.INFO if worker.is_draining and not request_ids else logging.WARNING,
             "worker %s lost (%s); %d requests to resume",
             worker.worker_id,
             reason,

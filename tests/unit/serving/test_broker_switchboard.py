@@ -322,6 +322,19 @@ def test_a_draining_worker_gets_nothing_new() -> None:
     assert desk.register("v", pid=12)[-1][0] == b"v"
 
 
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), float("-inf"), -1.0, 1e300])
+def test_senseless_times_do_no_harm(seconds: float) -> None:
+    desk = Desk()
+    desk.register(slots=1)
+    desk.gateway(make_submit("a", timeout_s=None))
+    desk.gateway(make_submit("b", timeout_s=seconds, received_at=seconds))
+    desk.gateway(make_submit("c", timeout_s=None))
+    desk.wait(1.0)
+    assert not any(m.request_id == "c" for _, m in of_type(desk.sent(), Failed))
+    finished = Finished(request_id="a", reason="stop", usage=SequenceUsage())
+    assert of_type(desk.worker(finished), Submit)
+
+
 def test_unknown_classes_and_tiers_make_no_new_labels() -> None:
     desk = Desk()
     desk.register()
