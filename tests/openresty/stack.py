@@ -23,6 +23,7 @@ from mirror_sd.supervisor.edge import find_nginx
 
 ROOT = Path(__file__).resolve().parents[2]
 EDGE = ROOT / "openresty"
+CHAT = "/v1/chat/completions"
 MAX_BODY_BYTES = 1024 * 1024
 BODY_TIMEOUT_S = 1
 
@@ -201,3 +202,24 @@ def error_of(body: str | bytes) -> dict[str, Any]:
     assert set(error) == {"message", "type", "param", "code"}
     assert isinstance(error["message"], str) and error["message"]
     return error
+
+
+def chat(edge: Edge, body: dict[str, Any], **options: Any) -> httpx.Response:
+    """Post a JSON body to the chat path."""
+    return httpx.post(edge.url + CHAT, json=body, timeout=10, **options)
+
+
+def post_head(path: str, length: int, extra: str = "") -> bytes:
+    """The head of a POST; `extra` holds more header lines."""
+    return (
+        f"POST {path} HTTP/1.1\r\nHost: edge\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {length}\r\n{extra}\r\n"
+    ).encode()
+
+
+def head_and_body(answer: bytes) -> tuple[str, dict[str, str], bytes]:
+    """Status line, headers by lower-case name, and body of a raw answer."""
+    head, _, body = answer.partition(b"\r\n\r\n")
+    first, *lines = head.decode().split("\r\n")
+    pairs = (line.partition(": ") for line in lines)
+    return first, {name.lower(): value for name, _, value in pairs}, body
