@@ -1,0 +1,176 @@
+# shellcheck shell=bash
+# Sourced by ops/up and ops/test: finds what is missing and installs it, each step only where its
+# result is not there. Needs $root, the clone.
+#
+#   MIRROR_SD_PYTHON  the Python for .venv (3.11 or newer); default: the first found
+#   MIRROR_SD_TORCH   the requirement that installs torch; default below
+
+root=${root:?is set by the script that sources this}
+venv="$root/.venv"
+stamp="$venv/.mirror-sd"
+torch="${MIRROR_SD_TORCH:-torch==2.13.0}"
+run_packages=(nginx libnginx-mod-http-lua lua-resty-core lua-resty-lrucache lua-cjson
+    libluajit2-5.1-2)
+test_packages=(lua-check lua-busted prometheus)
+
+say() { printf 'mirror-sd: %s\n' "$*" >&2; }
+die() {
+    say "$@"
+    exit 1
+}
+
+# set_up run|dev|none: `dev` adds what ops/test needs; `none` only looks whether all is there.
+set_up() {
+    local kind=$1
+    if [ "$kind" = none ]; then
+        [ -e "$stamp" ] || die "nothing is installed yet: run without --skip-install once"
+        return
+    fi
+    install_packages "$kind"
+    is_venv_ready "$kind" || install_venv "$kind"
+}
+
+has_command() { command -v "$1" >/dev/null 2>&1; }
+
+# Debian packages
+
+has_nginx_with_lua() {
+    local module
+    [ -n "${MIRROR_SD_NGINX:-}" ] && return
+    has_command openresty && return
+    has_command nginx || [ -x /usr/sbin/nginx ] || return
+    for module in /usr/lib/nginx/modules /usr/share/nginx/modules; do
+        [ -e "$module/ngx_http_lua_module.so" ] && return
+    done
+    return 1
+}
+
+missing_packages() {
+    has_nginx_with_lua || printf '%s\n' "${run_packages[@]}"
+    find_python >/dev/null || printf '%s\n' python3 python3-venv
+    [ "$1" = dev ] || return 0
+    has_command luacheck || printf '%s\n' "${test_packages[0]}"
+    has_command busted || printf '%s\n' "${test_packages[1]}"
+    has_command promtool || printf '%s\n' "${test_packages[2]}"
+}
+
+install_packages() {
+    local missing
+    mapfile -t missing < <(missing_packages "$1")
+    [ "${#missing[@]}" -gt 0 ] || return 0
+    has_command apt-get || die "these are missing, and this is no Debian: ${missing[*]}"
+    local as_root=()
+    if [ "$(id -u)" -ne 0 ]; then
+        if ! has_command sudo || ! sudo -n true 2>/dev/null; then
+            die "no right to install packages; run once as root, then try again:" \
+                "apt-get install -y --no-install-recommends ${missing[*]}"
+        fi
+        as_root=(sudo -n)
+    fi
+    say "installing ${missing[*]}"
+    forbid_services "${as_root[@]}"
+    if ! apt_install "${as_root[@]}"; then
+        "${as_root[@]}" apt-get update >&2 || die "apt-get update failed, see above"
+        apt_install "${as_root[@]}" || die "apt-get could not install ${missing[*]}, see above"
+    fi
+    allow_services "${as_root[@]}"
+}
+
+# Reads $missing of its caller.
+apt_install() {
+    "$@" env DEBIAN_FRONTEND=noninteractive \
+        apt-get install -y --no-install-recommends "${missing[@]}" >&2
+}
+
+# The packages of nginx and prometheus bring services that would listen on ports 80 and 9090, now
+# and after each boot. We run these programs ourselves: while they are installed no service may
+# start, and those that come with them are disabled.
+policy=/usr/sbin/policy-rc.d
+forbid_services() {
+    made_policy=no
+    [ -e "$policy" ] && return
+    printf '#!/bin/sh\nexit 101\n' | "$@" tee "$policy" >/dev/null
+    "$@" chmod 755 "$policy"
+    made_policy=yes
+    # shellcheck disable=SC2064 # the words of now
+    trap "$(printf '%q ' "$@" rm -f "$policy")" EXIT
+}
+
+allow_services() {
+    local package
+    if has_command systemctl; then
+        for package in nginx prometheus; do
+            if [[ " ${missing[*]} " == *" $package "* ]]; then
+                "$@" systemctl disable --quiet "$package" 2>/dev/null ||
+                    say "could not disable the service $package; it may start with the next boot"
+            fi
+        done
+    fi
+    if [ "$made_policy" = yes ]; then
+        "$@" rm -f "$policy"
+        trap - EXIT
+    fi
+}
+
+# Python
+
+find_python() {
+    local candidate
+    for candidate in "${MIRROR_SD_PYTHON:-}" python3.13 python3.12 python3.11 python3 python3.14; do
+        if [ -n "$candidate" ] && has_command "$candidate" && "$candidate" -c '
+import ensurepip, sys, venv
+sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+            printf '%s\n' "$candidate"
+            return
+        fi
+    done
+    return 1
+}
+
+# What an installation depends on. A moved clone is another installation: scripts name their path.
+fingerprint() {
+    printf '%s\n' "$root" "$torch" "$1"
+    sha256sum <"$root/pyproject.toml"
+}
+
+is_venv_ready() {
+    [ -x "$venv/bin/python" ] && [ -e "$stamp" ] || return
+    local content
+    content=$(<"$stamp")
+    [ "$content" = "$(fingerprint dev)" ] || [ "$content" = "$(fingerprint "$1")" ]
+}
+
+install_venv() {
+    local kind=$1 python extras=''
+    # The lock is on this directory, so it leaves no file behind; it ends with the descriptor.
+    exec 9<"$root/ops"
+    if ! flock -n 9; then
+        say "waiting for another set-up of this clone"
+        flock 9
+    fi
+    if ! is_venv_ready "$kind"; then
+        is_venv_sound || rm -rf "$venv"
+        if [ ! -e "$venv" ]; then
+            python=$(find_python) || die "Python 3.11 or newer with venv is needed"
+            say "creating .venv with $("$python" --version)"
+            "$python" -m venv "$venv" >&2 || die "cannot create $venv, see above"
+        fi
+        rm -f "$stamp"
+        [ "$kind" = dev ] && extras='[dev]'
+        say "installing Python packages; the first time takes minutes"
+        # torch first, by itself: it alone decides which build of it is used.
+        (cd "$root" &&
+            "$venv/bin/python" -m pip install --disable-pip-version-check "$torch" >&2 &&
+            "$venv/bin/python" -m pip install --disable-pip-version-check -e ".$extras" >&2) ||
+            die "pip failed, see above; the next run goes on from here"
+        fingerprint "$kind" >"$stamp.new"
+        mv "$stamp.new" "$stamp"
+    fi
+    exec 9<&-
+}
+
+# A .venv that another clone left, or that was interrupted while it was made, is of no use.
+is_venv_sound() {
+    [ -x "$venv/bin/python" ] && "$venv/bin/python" -m pip --version >/dev/null 2>&1 || return
+    [ ! -e "$stamp" ] || [ "$(head -n 1 "$stamp")" = "$root" ]
+}
