@@ -63,7 +63,7 @@ def _run(config: Config, claim: Claim, announce: Callable[[str], None]) -> int:
 def _serve(stack: Stack, config: Config, model: str, announce: Callable[[str], None]) -> int:
     was_ready = False
     try:
-        _log.info("starting %s", ", ".join(["nginx", "gateways", "broker", *config.pools]))
+        _log.info("starting %s", _described(config))
         stack.start()
         stack.wait_until_ready(model)
         if not stack.is_stopping:
@@ -77,6 +77,16 @@ def _serve(stack: Stack, config: Config, model: str, announce: Callable[[str], N
         stack.end(at_once=not was_ready)
     _log.info("stopped")
     return 0 if was_ready else INTERRUPTED
+
+
+def _described(config: Config) -> str:
+    parts = ["nginx", _count(config.server.gateways, "gateway"), "the broker"]
+    parts += [_count(pool.workers, f"{name} worker") for name, pool in config.pools.items()]
+    return f"{', '.join(parts[:-1])} and {parts[-1]}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("s" if number != 1 else "")
 
 
 def url(config: Config) -> str:

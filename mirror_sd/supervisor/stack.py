@@ -57,28 +57,26 @@ class Stack:
         return self._signals > 0
 
     def start(self) -> None:
-        """Start every process; raises `SetupError` where a command cannot be executed."""
+        """Start every process but nginx; raises `SetupError` where a command cannot be executed."""
         # Workers first: loading the model takes longest.
-        for child in (*self._pools, self._broker, *self._gateways, self._edge):
-            try:
-                child.start()
-            except OSError as error:
-                raise SetupError(f"cannot start {child.spec.name}: {error}") from error
+        for child in (*self._pools, self._broker, *self._gateways):
+            _start(child)
 
     def wait_until_ready(self, model: str) -> None:
         """Return when a generation has passed through all processes, or `stop` was called.
 
         Raises `SetupError` when a process dies or `server.start_timeout_s` is over.
         """
-        check = ReadinessCheck(
-            _reachable(self._config.server.host), self._config.server.port, model
-        )
-        deadline = self._clock() + self._config.server.start_timeout_s
-        check.start()
+        server = self._config.server
+        check = ReadinessCheck(_reachable(server.host), server.port, model)
+        deadline = self._clock() + server.start_timeout_s
         try:
             while not check.is_ready and not self.is_stopping:
                 self._fail_on_death()
                 self._echo_errors()
+                if self._edge.pid is None and self._has_gateways():
+                    _start(self._edge)
+                    check.start()
                 if self._clock() >= deadline:
                     raise SetupError(self._not_ready(check.last_answer))
                 self._wait(_TICK_S / 4)
@@ -111,32 +109,43 @@ class Stack:
         """Stop from the outside in, so that running answers can finish; leave no process."""
         try:
             if not at_once:
-                drain_s = self._config.server.drain_s
-                self._end_stage([self._edge], drain_s)
-                self._end_stage(self._gateways, _STOP_S)
-                self._end_stage(self._pools, _STOP_S)
-                self._end_stage([self._broker], _STOP_S)
+                self._drain()
         finally:
             for child in self._children():
                 child.kill()
 
-    def _end_stage(self, children: Sequence[Child], timeout_s: float) -> None:
-        for child in children:
-            child.stop()
+    def _drain(self) -> None:
+        self._edge.stop()
+        self._wait_gone([self._edge], self._config.server.drain_s)
+        if self._edge.pid is not None:
+            _log.warning("answers still run after the grace of server.drain_s: cut off")
+            # nginx, still there, ends each broken stream with an error event.
+            for gateway in self._gateways:
+                gateway.kill()
+            self._wait_gone([self._edge], _STOP_S)
+        for stage in ([*self._gateways, *self._pools], [self._broker]):
+            for child in stage:
+                child.stop()
+            for child in self._wait_gone(stage, _STOP_S):
+                _log.warning("%s did not end in %g s: killed", child.spec.name, _STOP_S)
+
+    def _wait_gone(self, children: Sequence[Child], timeout_s: float) -> list[Child]:
+        """Wait for these to end, for no other signal and no longer; returns those still there."""
         deadline = self._clock() + timeout_s
-        while self._signals < 2 and any(child.pid is not None for child in children):
+        while self._signals < 2 and self._clock() < deadline:
             for child in children:
                 child.reap()
-            if self._clock() >= deadline:
-                for child in children:
-                    if child.pid is not None:
-                        _log.warning("%s did not end in %.0f s: killed", child.spec.name, timeout_s)
-                        child.kill()
-                return
+            if all(child.pid is None for child in children):
+                break
             self._wait(_TICK_S / 10)
+        return [child for child in children if child.pid is not None]
 
     def _children(self) -> tuple[Child, ...]:
         return (self._edge, *self._gateways, *self._pools, self._broker)
+
+    def _has_gateways(self) -> bool:
+        indexes = range(self._config.server.gateways)
+        return all(self._run.gateway_socket(index).exists() for index in indexes)
 
     def _fail_on_death(self) -> None:
         for child in self._children():
@@ -152,6 +161,13 @@ class Stack:
     def _echo_errors(self) -> None:
         for name, line in self._tail.new_errors():
             _log.error("%s: %s", name, line)
+
+
+def _start(child: Child) -> None:
+    try:
+        child.start()
+    except OSError as error:
+        raise SetupError(f"cannot start {child.spec.name}: {error}") from error
 
 
 def _quote(spec: ChildSpec) -> str:
