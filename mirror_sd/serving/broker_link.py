@@ -70,13 +70,15 @@ class BrokerLink:
         """Connect in the background, in the running loop; the broker need not be there."""
         self._context = zmq.asyncio.Context()
         identity = f"{self._name}-{os.getpid()}-{secrets.token_hex(4)}"
-        self._socket = endpoint.dealer(self._context, self._address, identity.encode())
+        self._socket = endpoint.dealer(self._context, identity.encode())
         # The receiver has no other receive pending, so it takes the frames that are there without
         # a future for each.
         self._direct: zmq.Socket[bytes] = zmq.Socket.shadow(self._socket.underlying)
         self._monitor = self._socket.get_monitor_socket(
             zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
         )
+        # After the monitor: a broker that is up already shakes hands faster than it is set up.
+        self._socket.connect(self._address)
         steps = {
             "receive": self._receive(),
             "beat": self._beat(),

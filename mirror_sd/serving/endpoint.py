@@ -39,14 +39,13 @@ def router(context: zmq.asyncio.Context, endpoint: str) -> zmq.asyncio.Socket:
     return socket
 
 
-def dealer(context: zmq.asyncio.Context, endpoint: str, identity: bytes) -> zmq.asyncio.Socket:
-    """A DEALER that connects, and reconnects, in the background."""
+def dealer(context: zmq.asyncio.Context, identity: bytes) -> zmq.asyncio.Socket:
+    """A DEALER, not yet connected; once it is, it reconnects by itself."""
     socket = context.socket(zmq.DEALER)
     _bound(socket)
     socket.setsockopt(zmq.IDENTITY, identity)
     socket.setsockopt(zmq.RECONNECT_IVL, 20)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
-    socket.connect(endpoint)
     return socket
 
 
