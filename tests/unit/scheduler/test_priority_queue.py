@@ -30,37 +30,36 @@ OPERATIONS = st.lists(
     st.one_of(
         st.tuples(
             st.just("push"),
+            st.integers(0, 9),
             st.sampled_from(["vip", "standard", "unheard of"]),
             st.integers(0, 5).map(float),
         ),
-        st.tuples(st.just("pop"), st.none(), st.none()),
-        st.tuples(st.just("remove"), st.integers(0, 200), st.none()),
+        st.tuples(st.just("pop"), st.just(0), st.just(""), st.just(0.0)),
+        st.tuples(st.just("remove"), st.integers(0, 9), st.just(""), st.just(0.0)),
     ),
-    max_size=120,
+    max_size=80,
 )
 
 
 @given(OPERATIONS)
-def test_queue_behaves_like_a_sorted_list(operations: list[tuple]) -> None:
+def test_queue_behaves_like_a_sorted_list(operations: list[tuple[str, int, str, float]]) -> None:
     queue = PriorityQueue(1000, Clock())
-    model: list[tuple[tuple[int, float, int], str]] = []
-    pushed = 0
-    for kind, argument, arrived_at in operations:
-        if kind == "push":
-            name = f"r{pushed}"
-            queue.push(ticket(name, argument, arrived_at))
-            model.append(((argument != "vip", arrived_at, pushed), name))
+    model: list[tuple[tuple[bool, float, int], str]] = []
+    for step, (kind, number, tier, arrived_at) in enumerate(operations):
+        name = f"r{number}"
+        is_there = name in [entry[1] for entry in model]
+        assert (name in queue) == is_there
+        if kind == "push" and not is_there:
+            queue.push(ticket(name, tier, arrived_at))
+            model.append(((tier != "vip", arrived_at, step), name))
             model.sort()
-            pushed += 1
         elif kind == "pop" and model:
             assert queue.pop()[0].request_id == model.pop(0)[1]
         elif kind == "remove":
-            name = f"r{argument}"
-            is_there = any(entry[1] == name for entry in model)
             assert (queue.remove(name) is not None) == is_there
             model = [entry for entry in model if entry[1] != name]
         assert len(queue) == len(model)
-        assert queue.depth("vip") == sum(key[0] is False for key, _ in model)
+        assert queue.depth("vip") == sum(not key[0] for key, _ in model)
     assert drain(queue) == [name for _, name in model]
 
 

@@ -16,6 +16,7 @@ from mirror_sd import messages
 from mirror_sd.errors import ContextLengthExceeded, DeadlineExceeded, NoWorker, QueueFull
 from mirror_sd.messages import Chunk
 from tests.unit.serving.broker_stack import (
+    BEAT_MS,
     BrokerStack,
     broker_stack,
     collect,
@@ -200,6 +201,20 @@ def test_the_requests_of_a_killed_gateway_are_cancelled_at_once(stack: BrokerSta
                 client, lambda s: (s.running, s.waiting) == (0, 0), within_s=2.0
             )
             assert len(stats.gateways) == 1
+
+    asyncio.run(scenario())
+
+
+def test_a_killed_gateway_leaves_the_queue_though_nothing_is_sent_to_it(
+    stack: BrokerStack,
+) -> None:
+    async def scenario() -> None:
+        gateway = stack.start_gateway(requests=3)
+        async with stack.client() as client:
+            await wait_for_stats(client, lambda s: s.waiting == 3)
+            await asyncio.sleep(BEAT_MS / 1000)
+            gateway.kill()
+            await wait_for_stats(client, lambda s: s.waiting == 0, within_s=2.0)
 
     asyncio.run(scenario())
 

@@ -42,11 +42,15 @@ class ScriptedBroker:
     """Answers pings with `instance`, keeps every other frame for the test."""
 
     def __init__(self, endpoint: str) -> None:
+        self.endpoint = endpoint
         self.instance = "one"
         self.received: asyncio.Queue[AnyMessage] = asyncio.Queue()
+        self.open()
+
+    def open(self) -> None:
         self.socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.bind(endpoint)
+        self.socket.bind(self.endpoint)
         self.peer = b""
         self.task = asyncio.create_task(self.serve())
 
@@ -184,6 +188,36 @@ def test_another_instance_gets_every_live_request_with_what_was_delivered() -> N
     with_client(scenario)
 
 
+def test_a_connection_that_breaks_and_comes_back_gets_every_live_request_again() -> None:
+    async def scenario(broker: ScriptedBroker, client: BrokerClient) -> None:
+        async with started(broker, client, make_submit("a")) as answer:
+            await broker.send(chunk(0, 7))
+            await asyncio.sleep(0.1)
+            await broker.close()
+            await asyncio.sleep(0.1)
+            assert not client.alive
+            broker.open()
+            again = await broker.next()
+            assert isinstance(again, Submit)
+            assert (again.request_id, again.delivered) == ("a", (7,))
+            await broker.send(finished(1))
+            assert await answer == [7]
+
+    with_client(scenario)
+
+
+def test_leaving_while_the_connection_is_broken_sends_the_cancel_later() -> None:
+    async def scenario(broker: ScriptedBroker, client: BrokerClient) -> None:
+        async with started(broker, client, make_submit("a")):
+            await broker.close()
+            await asyncio.sleep(0.1)
+        broker.open()
+        assert await broker.next() == Cancel(request_id="a")
+        assert await broker.hears_nothing()
+
+    with_client(scenario)
+
+
 def test_a_lost_worker_is_answered_by_a_submit_of_the_rest() -> None:
     async def scenario(broker: ScriptedBroker, client: BrokerClient) -> None:
         async with started(broker, client, make_submit("a")) as answer:
@@ -304,7 +338,6 @@ def test_a_request_too_large_for_a_frame_never_leaves() -> None:
 def test_a_silent_broker_is_not_alive() -> None:
     async def scenario(broker: ScriptedBroker, client: BrokerClient) -> None:
         async with started(broker, client, make_submit("a")) as answer:
-            assert client.alive
             broker.task.cancel()
             await asyncio.sleep(0.3)
             assert not client.alive and not answer.done()

@@ -31,13 +31,14 @@ def finished(completion_tokens: int) -> Finished:
     return Finished(request_id="a~2", reason="stop", usage=usage)
 
 
-@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 6)), max_size=40))
+@given(st.lists(st.tuples(st.integers(-4, 1), st.integers(0, 6)), max_size=40))
 def test_overlapping_chunks_give_each_token_once_and_a_gap_gives_none(
     spans: list[tuple[int, int]],
 ) -> None:
     delivery = make_delivery(logprobs=0)
     tokens: list[int] = []
-    for index, length in spans:
+    for offset, length in spans:
+        index = max(0, len(tokens) + offset)
         span = range(index, index + length)
         logprobs = tuple(TokenLogprob(1000 + i, -float(i)) for i in span)
         frame = chunk(index, *(1000 + i for i in span), logprobs=logprobs)

@@ -163,7 +163,7 @@ def test_requests_of_a_lost_worker_fail_as_retryable(how: str) -> None:
     elif how == "unreachable":
         desk.board.unreachable("worker", b"w", "gone")
     elif how == "registered again":
-        desk.board.from_worker(b"w", messages.encode(_registration("w", 4242)))
+        desk.board.from_worker(b"w", messages.encode(_registration("w", 4243)))
     else:
         desk.board.from_worker(b"w2", messages.encode(_registration("w2", 4242)))
     [(name, failed)] = of_type(desk.sent(), Failed)
