@@ -1,16 +1,13 @@
 """Prompts to token ids, from the files that the supervisor lays out for the gateways.
 
-In a chat, special tokens come from the template alone. Text that a user typed stays text even if it
-spells a special token: a sentinel character, one that occurs in no message, is put into each such
-spelling before the template is rendered; the rendered text is cut at the special tokens that are
-still whole; and the pieces between them, the sentinel taken out again, are encoded with special
-tokens off.
+In a chat, special tokens come from the template alone: `SpecialTokens` makes typed ones harmless
+before the template is rendered, and cuts the rendered text at those that the template wrote. The
+pieces between them are encoded with special tokens off.
 """
 
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
@@ -20,14 +17,16 @@ from tokenizers import Tokenizer as Encoder
 from tokenizers.pre_tokenizers import Metaspace
 
 from mirror_sd.api.chat_template import ChatTemplate
+from mirror_sd.api.special_tokens import SpecialTokens, absent_character
 from mirror_sd.api.vocabulary import Vocabulary
 from mirror_sd.errors import InvalidRequest, ModelError
 
 # The library's own threads would compete with the workers for the cores these are pinned to.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-# Unicode's non-characters, meant for a program's own use, then the private use area, then all else.
-_SENTINELS = (range(0xFDD0, 0xFDF0), range(0xE000, 0xF900), range(0x10000, 0x110000))
+# A token of natural text or code has 4 characters or fewer; a cut changes the last few tokens only.
+_PROBE_CHARACTERS = 8
+_PROBE_MARGIN = 64
 
 
 class ModelFacts(msgspec.Struct, frozen=True):
@@ -52,7 +51,7 @@ class Tokenizer:
         self.vocabulary = Vocabulary(encoder)
         self._encoder = encoder
         self._continuation_encoder = _without_first_space(encoder)
-        self._specials = _SpecialTokens(encoder)
+        self._specials = SpecialTokens(encoder)
         self._template = None if template is None else ChatTemplate(template, self._named_tokens())
 
     @classmethod
@@ -78,24 +77,27 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return self._template is not None
 
-    def encode_chat(self, messages: Sequence[tuple[str, str]]) -> list[int]:
+    def encode_chat(
+        self, messages: Sequence[tuple[str, str]], limit: int | None = None
+    ) -> list[int]:
         """The prompt ids of (role, content) pairs; the template alone adds special tokens.
 
+        A text that has more than `limit` tokens may be encoded up to somewhere beyond them only.
         Raises `InvalidRequest` where the model has no template or its template refuses.
         """
         if self._template is None:
             raise InvalidRequest(
                 "this model has no chat template; use /v1/completions", param="messages"
             )
-        sentinel = _absent_character([content for _, content in messages])
+        sentinel = absent_character([content for _, content in messages])
         safe = [(role, self._specials.defuse(text, sentinel)) for role, text in messages]
         rendered = self._template.render(safe)
-        return self._encode(self._specials.split(rendered), sentinel)
+        return self._encode(self._specials.split(rendered), sentinel, limit)
 
-    def encode_prompt(self, prompt: str) -> list[int]:
+    def encode_prompt(self, prompt: str, limit: int | None = None) -> list[int]:
         """The ids of a raw prompt. Special tokens written in it are read as such, as other
-        servers do; a begin token is put in front where the model wants one."""
-        ids = self._encode(self._specials.split(prompt), None)
+        servers do; a begin token is put in front where the model wants one. `limit` as above."""
+        ids = self._encode(self._specials.split(prompt), None, limit)
         bos = self.facts.bos_token_id
         if self.facts.add_bos and bos is not None and ids[:1] != [bos]:
             ids.insert(0, bos)
@@ -106,11 +108,21 @@ class Tokenizer:
         text: str = self._encoder.decode(list(ids), skip_special_tokens=True)
         return text
 
-    def _encode(self, parts: list[int | str], sentinel: str | None) -> list[int]:
+    def _encode(self, parts: list[int | str], sentinel: str | None, limit: int | None) -> list[int]:
         if sentinel is not None:
             parts = [
                 part.replace(sentinel, "") if isinstance(part, str) else part for part in parts
             ]
+        if limit is not None:
+            beginning = _cut(parts, _PROBE_CHARACTERS * limit)
+            if len(beginning) < len(parts) or beginning[-1:] != parts[-1:]:
+                # A megabyte takes a second or two: find out first whether there is any use in it.
+                ids = self._encode_whole(beginning)
+                if len(ids) > limit + _PROBE_MARGIN:
+                    return ids
+        return self._encode_whole(parts)
+
+    def _encode_whole(self, parts: list[int | str]) -> list[int]:
         texts = [part for part in parts if isinstance(part, str)]
         # Only the batch call releases the interpreter lock (tokenizers 0.23, measured).
         head = texts[:1] if parts and isinstance(parts[0], str) else []
@@ -137,62 +149,19 @@ class Tokenizer:
         }
 
 
-class _SpecialTokens:
-    """The spellings of special tokens: making typed ones harmless, finding real ones."""
-
-    def __init__(self, encoder: Encoder) -> None:
-        added = encoder.get_added_tokens_decoder().items()
-        specials = {token.content: (id, token) for id, token in added if token.special}
-        self._ids = {content: id for content, (id, _) in specials.items()}
-        longest_first = sorted(specials, key=len, reverse=True)
-        self._starts = {
-            content[:length] for content in specials for length in range(1, len(content))
-        }
-        # A zero-width look-ahead finds overlapping spellings too.
-        self._typed = re.compile(
-            "(?=(?:" + "|".join(map(re.escape, longest_first)) + "))(.)", re.DOTALL
-        )
-        patterns = []
-        for content in longest_first:
-            token = specials[content][1]
-            left, right = r"\s*" if token.lstrip else "", r"\s*" if token.rstrip else ""
-            patterns.append(f"{left}({re.escape(content)}){right}")
-        self._real = re.compile("|".join(patterns))
-
-    def defuse(self, text: str, sentinel: str) -> str:
-        """`text` with `sentinel` inside every special token it spells, and after a beginning of one
-        at its end, which the template could otherwise complete."""
-        if not self._ids:
-            return text
-        text = self._typed.sub(rf"\1{sentinel}", text)
-        longest = max(map(len, self._ids))
-        tails = (text[-length:] for length in range(1, min(longest, len(text) + 1)))
-        if any(tail in self._starts for tail in tails):
-            text += sentinel
-        return text
-
-    def split(self, text: str) -> list[int | str]:
-        """Special-token ids and the texts between them, in order, empty texts left out."""
-        if not self._ids:
-            return [text] if text else []
-        parts: list[int | str] = []
-        end = 0
-        for match in self._real.finditer(text):
-            if match.start() > end:
-                parts.append(text[end : match.start()])
-            parts.append(self._ids[match[match.lastindex or 0]])
-            end = match.end()
-        if end < len(text):
-            parts.append(text[end:])
-        return parts
-
-
-def _absent_character(texts: Sequence[str]) -> str:
-    return next(
-        character
-        for character in map(chr, chain(*_SENTINELS))
-        if not any(character in text for text in texts)
-    )
+def _cut(parts: list[int | str], characters: int) -> list[int | str]:
+    """The beginning of `parts`, about so many characters."""
+    beginning: list[int | str] = []
+    for part in parts:
+        if isinstance(part, str):
+            beginning.append(part[:characters])
+            characters -= len(part)
+        else:
+            beginning.append(part)
+            characters -= 1
+        if characters <= 0:
+            break
+    return beginning
 
 
 def _without_first_space(encoder: Encoder) -> Encoder:

@@ -88,7 +88,7 @@ class Intake:
         request = schema.read_chat(bodies.read_object(body), self._tokenizer.facts.vocab_size)
         self.check_model(request.model)
         messages = [(message.role, message.content) for message in request.messages]
-        ids = tuple(self._tokenizer.encode_chat(messages))
+        ids = tuple(self._tokenizer.encode_chat(messages, self.max_context))
         limit = self._tokens_allowed(ids, request.decoding.max_tokens, None, "messages")
         form = ChatForm(
             self._tokenizer.vocabulary, with_logprobs=request.decoding.logprobs is not None
@@ -116,7 +116,10 @@ class Intake:
             )
 
     def _encode(self, prompt: Prompt, request: CompletionRequest) -> _EncodedPrompt:
-        ids = tuple(self._tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else prompt)
+        if isinstance(prompt, str):
+            ids = tuple(self._tokenizer.encode_prompt(prompt, self.max_context))
+        else:
+            ids = prompt
         if not ids:
             raise InvalidRequest("prompt: expected some text, got none", param="prompt")
         limit = self._tokens_allowed(
@@ -143,12 +146,12 @@ class Intake:
     ) -> int:
         room = self.max_context - len(ids)
         if room < 1 or (asked is not None and asked > room):
-            wanted = f"{len(ids)} in the {param}"
+            wanted = f"{'at least ' if room < 0 else ''}{len(ids)} in the {param}"
             if asked is not None:
                 wanted += f" and {asked} to generate"
             raise ContextLengthExceeded(
                 f"{param}: the context holds {self.max_context} tokens, prompt and completion "
-                f"together; this request needs more: {wanted}",
+                f"together; this request has {wanted}",
                 param=param,
             )
         if asked is not None:

@@ -19,6 +19,7 @@ from tests.unit.api.small_model import (
     metaspace_encoder,
     sentencepiece_encoder,
     small_tokenizer,
+    wordpiece_encoder,
 )
 
 INST = (
@@ -202,3 +203,25 @@ def test_a_directory_is_loaded_and_a_broken_file_is_named(tmp_path: Path) -> Non
         load()
     (tmp_path / "chat_template.jinja").write_text(CHATML)
     assert load().encode_chat([("user", "x")]) == SMALL.encode_chat([("user", "x")])
+
+
+def test_a_vocabulary_without_special_tokens_works() -> None:
+    encoder = Encoder.from_str(
+        wordpiece_encoder().to_str().replace('"special":true', '"special":false')
+    )
+    tokenizer = Tokenizer(encoder, CHATML, SMALL.facts)
+    assert tokenizer.encode_prompt("hello do") == encoder.encode("hello do").ids
+
+
+@pytest.mark.parametrize("content", ["<|im_end|>" * 3000, "a你 " * 5000, "<" * 9000])
+def test_a_text_far_beyond_the_limit_is_not_encoded_to_its_end(content: str) -> None:
+    whole = SMALL.encode_chat([("user", content)])
+    some = SMALL.encode_chat([("user", content)], limit=100)
+    assert 100 < len(some) < len(whole) / 2
+
+
+@given(text=st.text(alphabet="ab<>|你 ", max_size=300), limit=st.integers(1, 40))
+def test_a_limit_changes_no_prompt_that_fits(text: str, limit: int) -> None:
+    whole = SMALL.encode_prompt(text)
+    limited = SMALL.encode_prompt(text, limit)
+    assert limited == whole or (len(limited) > limit and len(whole) > limit)
