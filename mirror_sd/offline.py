@@ -66,7 +66,7 @@ def generate(config: Config, request: Request, show: Callable[[str], None]) -> S
     """Stream the answer's text to `show`. Raises `ModelError`, `InvalidRequest`."""
     device_class = next(iter(config.pools))
     begin = time.perf_counter()
-    tokenizer = _tokenizer(config)
+    tokenizer = load_tokenizer(config)
     prompt = (
         tokenizer.encode_prompt(request.text)
         if request.is_raw
@@ -113,7 +113,8 @@ def _tokens(engine: Engine, submit: Submit, summary: Summary) -> Iterator[int]:
     summary.total_s = time.perf_counter() - begin
 
 
-def _tokenizer(config: Config) -> Tokenizer:
+def load_tokenizer(config: Config) -> Tokenizer:
+    """The tokenizer of the configured model. Raises `ModelError`."""
     with tempfile.TemporaryDirectory(prefix="mirror-sd-") as directory:
         tokenizer_files.export(model_store.resolve(config.model.path), Path(directory))
         return Tokenizer.from_directory(Path(directory))

@@ -1,0 +1,1 @@
+"""Measurements: `mirror-sd bench`. Never part of a test that can fail by time."""

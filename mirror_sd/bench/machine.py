@@ -1,0 +1,42 @@
+"""What a benchmark ran on: every figure is only comparable within one run on one machine."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+def describe() -> dict[str, Any]:
+    """CPU name, cores available, read bandwidth of a copy loop in GB/s, and the time (UTC)."""
+    return {
+        "cpu": _cpu_name(),
+        "cores": len(os.sched_getaffinity(0)),
+        "copy_gb_s": copy_bandwidth(),
+        "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+def copy_bandwidth() -> float:
+    """GB/s (bytes read + written) of copying 128 MiB on one core, median of 7.
+
+    A reading of the machine's state, not of its peak: shared machines change speed by the minute.
+    """
+    source = np.ones(16 * 2**20, dtype=np.float64)
+    target = np.empty_like(source)
+    spans = []
+    for _ in range(7):
+        begin = time.perf_counter()
+        np.copyto(target, source)
+        spans.append(time.perf_counter() - begin)
+    return round(2 * source.nbytes / float(np.median(spans)) / 1e9, 1)
+
+
+def _cpu_name() -> str:
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return "unknown"
