@@ -27,6 +27,10 @@ INST = (
     "{{ '[INST] ' + m['content'] | trim + ' [/INST]' }}"
     "{% else %}{{ ' ' + m['content'] + eos_token }}{% endif %}{% endfor %}"
 )
+# Text first, and pieces that follow a special token without a space between.
+TIGHT = (
+    "{% for m in messages %}{{ m['content'] + '[INST]' + m['content'] + eos_token }}{% endfor %}"
+)
 CONTENTS = [
     "How do I reset my password?",
     "你好，请帮我查订单 12345。",
@@ -57,10 +61,12 @@ CASES: list[tuple[Callable[[], Encoder], str]] = [
     (sentencepiece_encoder, INST),
     (metaspace_encoder, INST),
     (lambda: sentencepiece_encoder("never"), INST),
+    (sentencepiece_encoder, TIGHT),
+    (metaspace_encoder, TIGHT),
 ]
 
 
-@pytest.mark.parametrize(("make", "template"), CASES, ids=["chatml", "first", "always", "never"])
+@pytest.mark.parametrize(("make", "template"), CASES, ids=range(len(CASES)))
 def test_ordinary_chats_give_the_ids_of_transformers(
     make: Callable[[], Encoder], template: str
 ) -> None:

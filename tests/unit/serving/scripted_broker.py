@@ -32,6 +32,7 @@ class ScriptedBroker:
         self.running: set[str] = set()
         self.cancelled: list[str] = []
         self.begun = asyncio.Event()
+        self.has_cancelled = asyncio.Event()
         self._tokens = tuple(tokens)
         self._per_chunk = per_chunk
         self._reason = reason
@@ -60,6 +61,7 @@ class ScriptedBroker:
             self.running.discard(submit.request_id)
             if not is_complete:
                 self.cancelled.append(submit.request_id)
+                self.has_cancelled.set()
 
     async def _frames(self, submit: Submit) -> AsyncGenerator[Chunk | Finished, None]:
         tokens = self._tokens[: submit.params.max_tokens]

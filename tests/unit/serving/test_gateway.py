@@ -194,6 +194,21 @@ def test_a_stop_string_ends_the_answer_and_cancels_the_rest(stream: bool) -> Non
     assert broker.cancelled == [broker.submits[0].request_id]
 
 
+def test_a_stopped_choice_is_cancelled_while_another_goes_on() -> None:
+    class SecondWaits(ScriptedBroker):
+        async def _frames(self, submit: Any) -> Any:
+            if submit.request_id.endswith("-1"):
+                await self.has_cancelled.wait()
+            async for frame in super()._frames(submit):
+                yield frame
+                await asyncio.sleep(0.001)
+
+    broker = SecondWaits(ids_of("a END and then a lot more of it"), reason="length")
+    choices = ask(broker, CHAT, chat(n=2, stop="END")).json()["choices"]
+    assert [choice["message"]["content"] for choice in choices] == ["a ", "a "]
+    assert len(broker.cancelled) == 2
+
+
 def test_completions_take_many_prompts_and_echo() -> None:
     broker = ScriptedBroker(ids_of(" done"))
     prompts = ["Grüße", ids_of("ab")]
