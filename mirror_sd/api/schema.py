@@ -4,7 +4,7 @@ Fields of both (all but `model` optional; unknown fields are accepted and ignore
 
     model                 string
     n                     1..128: choices per prompt; `best_of` must equal it
-    stop                  string or up to 4 strings, none empty
+    stop                  string or up to 4 strings, each of 1 to 1024 characters
     max_tokens            1..; `max_completion_tokens` is the same and wins
     temperature           0..2, default 1; 0 is greedy
     top_p                 above 0, to 1
@@ -37,6 +37,7 @@ from mirror_sd.errors import InvalidRequest
 
 MAX_CHOICES = 128
 MAX_STOPS = 4
+MAX_STOP_CHARACTERS = 1024
 MAX_BIASED_TOKENS = 1024
 ROLES = ("system", "developer", "user", "assistant", "tool")
 Prompt = str | tuple[int, ...]
@@ -163,9 +164,9 @@ def _read_stop(fields: Fields) -> tuple[str, ...]:
     if not isinstance(stops, list) or len(stops) > MAX_STOPS:
         refuse("stop", value, f"a string or a list of at most {MAX_STOPS} strings")
     for index, stop in enumerate(stops):
-        if not isinstance(stop, str) or not stop:
+        if not isinstance(stop, str) or not 1 <= len(stop) <= MAX_STOP_CHARACTERS:
             param = "stop" if isinstance(value, str) else f"stop[{index}]"
-            refuse(param, stop, "a string that is not empty")
+            refuse(param, stop, f"a string of 1 to {MAX_STOP_CHARACTERS} characters")
     return tuple(dict.fromkeys(stops))
 
 

@@ -8,6 +8,7 @@ the longest of those prefixes, all proper; any other text can no longer be part 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 
 class StopStrings:
@@ -61,7 +62,8 @@ class _Automaton:
         return len(self._stop)
 
 
-def _borders(stop: str) -> list[int]:
+@lru_cache(maxsize=64)
+def _borders(stop: str) -> tuple[int, ...]:
     """For each prefix of `stop` the length of its longest proper prefix that is also its suffix."""
     borders = [0] * len(stop)
     length = 0
@@ -71,4 +73,4 @@ def _borders(stop: str) -> list[int]:
         if stop[index] == stop[length]:
             length += 1
         borders[index] = length
-    return borders
+    return tuple(borders)

@@ -30,7 +30,8 @@ _PROBE_MARGIN = 64
 
 
 class ModelFacts(msgspec.Struct, frozen=True):
-    """`model.json`: what a gateway must know of the model beside its tokenizer."""
+    """`model.json`: what a gateway must know of the model beside its tokenizer. `eos_token` is what
+    the chat template means by that name; where it is not given, the first of `eos_token_ids`."""
 
     name: str
     max_context: int
@@ -38,6 +39,7 @@ class ModelFacts(msgspec.Struct, frozen=True):
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None = None
     add_bos: bool = False
+    eos_token: str | None = None
 
 
 class Tokenizer:
@@ -140,13 +142,14 @@ class Tokenizer:
         return ids
 
     def _named_tokens(self) -> dict[str, str]:
-        eos = self.facts.eos_token_ids[0] if self.facts.eos_token_ids else None
-        ids = {"bos_token": self.facts.bos_token_id, "eos_token": eos}
-        return {
-            name: self._encoder.id_to_token(token) or ""
-            for name, token in ids.items()
-            if token is not None
-        }
+        named = {}
+        if self.facts.bos_token_id is not None:
+            named["bos_token"] = self._encoder.id_to_token(self.facts.bos_token_id)
+        if self.facts.eos_token is not None:
+            named["eos_token"] = self.facts.eos_token
+        elif self.facts.eos_token_ids:
+            named["eos_token"] = self._encoder.id_to_token(self.facts.eos_token_ids[0])
+        return {name: token or "" for name, token in named.items()}
 
 
 def _cut(parts: list[int | str], characters: int) -> list[int | str]:

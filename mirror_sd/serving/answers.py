@@ -63,7 +63,7 @@ class _Answers:
             telemetry.DISCONNECTS.inc()
             _count(caller, _CLIENT_GONE)
         except Exception as error:
-            _count(caller, error.status if isinstance(error, MirrorError) else 500)
+            _count(caller, _status_of(error))
             raise
 
     async def _answer(
@@ -169,6 +169,12 @@ async def _read_body(request: falcon.asgi.Request, limit: int) -> bytes:
     if length is not None and len(body) < length:
         raise InvalidRequest(f"the request body ended after {len(body)} of {length} bytes")
     return body
+
+
+def _status_of(error: Exception) -> int:
+    if isinstance(error, falcon.HTTPError):
+        return error.status_code
+    return error.status if isinstance(error, MirrorError) else 500
 
 
 def _count(caller: Caller, status: int) -> None:

@@ -53,6 +53,7 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     (chat(stop=5), "stop"),
     (chat(stop=""), "stop"),
     (chat(stop=["a", ""]), "stop[1]"),
+    (chat(stop="a" * 1025), "stop"),
     (chat(stop=["a", 1]), "stop[1]"),
     (chat(stop=list("abcde")), "stop"),
     (chat(max_tokens=0), "max_tokens"),
