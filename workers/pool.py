@@ -115,7 +115,7 @@ def worker_spec(device_class: str, pool: PoolConfig, cores: Sequence[int], index
     """How the pool starts worker `index` on its share of `cores`."""
     share = share_of_cores(cores, pool.workers, index)
     threads = str(pool.threads or len(share))
-    argv = [sys.executable, "-m", "workers.worker", "--class", device_class]
+    argv = [sys.executable, "-P", "-m", "workers.worker", "--class", device_class]
     argv += ["--index", str(index), "--threads", threads]
     if pool.pin:
         argv += ["--cores", ",".join(map(str, share))]

@@ -15,6 +15,7 @@ import psutil
 from mirror_sd.config import Config, RunDir
 from mirror_sd.errors import SetupError
 from mirror_sd.supervisor import run_directory
+from mirror_sd.supervisor.processes import import_path
 from mirror_sd.supervisor.run_directory import Claim
 
 # Tells the supervisor that its caller reads its output only until it is ready.
@@ -34,8 +35,8 @@ def up_detached(port: int, announce: Callable[[str], None]) -> int:
     Returns the exit status of a start that failed; it has told why on standard error.
     """
     process = subprocess.Popen(
-        [sys.executable, "-m", "mirror_sd.cli", *sys.argv[1:]],
-        env={**os.environ, ENV_DETACHED: "1"},
+        [sys.executable, "-P", "-m", "mirror_sd.cli", *sys.argv[1:]],
+        env={**os.environ, ENV_DETACHED: "1", "PYTHONPATH": import_path()},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         start_new_session=True,

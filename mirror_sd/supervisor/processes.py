@@ -13,6 +13,8 @@ from mirror_sd.config import Config, RunDir
 from mirror_sd.supervisor import run_directory
 from mirror_sd.supervisor.edge import Nginx, source_root
 
+# -P: what lies in the caller's directory is not imported.
+_PYTHON = (sys.executable, "-P", "-m")
 # nginx gives idle connections up after 1 s, so the gateway is never the first to close one.
 _KEEP_ALIVE_S = 75
 _SILENT_WORKER_S = 60
@@ -34,7 +36,7 @@ def nginx_spec(run: RunDir, nginx: Nginx) -> ChildSpec:
 
 
 def gateway_spec(config: Config, run: RunDir, index: int) -> ChildSpec:
-    argv = [sys.executable, "-m", "gunicorn", "-k", "asgi", "--workers=1", "--no-control-socket"]
+    argv = [*_PYTHON, "gunicorn", "-k", "asgi", "--workers=1", "--no-control-socket"]
     argv += [f"--bind=unix:{run.gateway_socket(index)}", f"--keep-alive={_KEEP_ALIVE_S}"]
     argv += [f"--graceful-timeout={max(math.ceil(config.server.drain_s), 1)}"]
     argv += [f"--timeout={_SILENT_WORKER_S}", "--worker-connections=4096"]
@@ -55,7 +57,7 @@ def gateway_spec(config: Config, run: RunDir, index: int) -> ChildSpec:
 def broker_spec(run: RunDir) -> ChildSpec:
     return ChildSpec(
         name="broker",
-        argv=[sys.executable, "-m", "mirror_sd.serving.broker"],
+        argv=[*_PYTHON, "mirror_sd.serving.broker"],
         env=_environment(run, "broker"),
         log=run_directory.logs(run) / "broker.log",
     )
@@ -64,20 +66,25 @@ def broker_spec(run: RunDir) -> ChildSpec:
 def pool_spec(run: RunDir, device_class: str) -> ChildSpec:
     return ChildSpec(
         name=f"pool-{device_class}",
-        argv=[sys.executable, "-m", "workers.pool", "--class", device_class],
+        argv=[*_PYTHON, "workers.pool", "--class", device_class],
         env=_environment(run, "pool", MIRROR_SD_CLASS=device_class),
         log=run_directory.logs(run) / f"pool-{device_class}.log",
     )
 
 
-def _environment(run: RunDir, role: str, **extra: str) -> dict[str, str]:
+def import_path() -> str:
+    """PYTHONPATH for our children: this very source tree first, installed or not."""
     inherited = os.environ.get("PYTHONPATH")
     root = str(source_root())
+    return f"{root}{os.pathsep}{inherited}" if inherited else root
+
+
+def _environment(run: RunDir, role: str, **extra: str) -> dict[str, str]:
     return {
         "MIRROR_SD_CONFIG_JSON": str(run.config_json),
         "PROMETHEUS_MULTIPROC_DIR": str(run.metrics),
         "MIRROR_SD_ROLE": role,
-        "PYTHONPATH": f"{root}{os.pathsep}{inherited}" if inherited else root,
+        "PYTHONPATH": import_path(),
         "PYTHONUNBUFFERED": "1",
         **extra,
     }

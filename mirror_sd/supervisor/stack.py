@@ -19,7 +19,6 @@ _log = logging.getLogger(__name__)
 _TICK_S = 0.2
 _STOP_S = 2.0
 _SWEEP_S = 2.0
-_LINES_SHOWN = 12
 
 
 class Stack:
@@ -151,11 +150,11 @@ class Stack:
         for child in self._children():
             death = child.reap()
             if death is not None:
-                raise SetupError(f"{death}{_quote(child.spec)}")
+                raise SetupError(f"{death}{_quote(child.spec, 12)}")
 
     def _not_ready(self, last_answer: str) -> str:
         timeout_s = self._config.server.start_timeout_s
-        quotes = "".join(_quote(pool.spec) for pool in self._pools)
+        quotes = "".join(_quote(child.spec, 4) for child in self._children())
         return f"not ready after {timeout_s:g} s; last answer: {last_answer}{quotes}"
 
     def _echo_errors(self) -> None:
@@ -170,8 +169,8 @@ def _start(child: Child) -> None:
         raise SetupError(f"cannot start {child.spec.name}: {error}") from error
 
 
-def _quote(spec: ChildSpec) -> str:
-    lines = last_lines(processes.log_of(spec), _LINES_SHOWN)
+def _quote(spec: ChildSpec, count: int) -> str:
+    lines = last_lines(processes.log_of(spec), count)
     return "".join(f"\n  {spec.name}: {line}" for line in lines)
 
 
