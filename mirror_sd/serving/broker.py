@@ -18,6 +18,8 @@ from collections.abc import Callable
 import zmq
 import zmq.asyncio
 
+from mirror_sd import logs
+from mirror_sd.child import CANNOT_START
 from mirror_sd.config import Config, RunDir, from_run_dir
 from mirror_sd.errors import SetupError
 from mirror_sd.serving import endpoint
@@ -161,12 +163,12 @@ async def _run(config: Config, run_dir: RunDir) -> None:
 
 def main() -> int:
     """The process's entry: its configuration comes from the run directory."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     try:
+        logs.configure("broker")
         asyncio.run(_run(*from_run_dir()))
     except SetupError as error:
-        print(f"broker: {error.message}", file=sys.stderr)
-        return 1
+        _log.error("the broker cannot start: %s", error.message)
+        return CANNOT_START
     return 0
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,10 +16,12 @@ import pytest
 import zmq
 
 from mirror_sd import messages
+from mirror_sd.config import Config, RunDir
 from mirror_sd.errors import ContextLengthExceeded, DeadlineExceeded, NoWorker, QueueFull
 from mirror_sd.messages import Chunk
 from tests.unit.serving.broker_stack import (
     BEAT_MS,
+    ROOT,
     BrokerStack,
     broker_stack,
     collect,
@@ -479,6 +484,23 @@ def damaged_frame(rng: random.Random) -> bytes:
         case _:
             frame[rng.randrange(1, len(frame))] = rng.randrange(256)
     return bytes(frame)
+
+
+def test_a_broker_that_cannot_listen_says_why_in_one_sentence(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / ("x" * 110))
+    run_dir.path.mkdir()
+    run_dir.config_json.write_text(Config().model_dump_json(), encoding="utf-8")
+    ended = subprocess.run(
+        [sys.executable, "-m", "mirror_sd.serving.broker"],
+        cwd=ROOT,
+        env={**os.environ, "MIRROR_SD_CONFIG_JSON": str(run_dir.config_json)},
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert ended.returncode == 78
+    [line] = ended.stderr.splitlines()
+    assert "the broker cannot start: cannot listen on ipc://" in line
 
 
 def test_the_broker_starts_in_under_a_second_without_heavy_imports() -> None:

@@ -69,7 +69,7 @@ class ScriptedBroker:
     async def send_bytes(self, frame: bytes) -> None:
         await self.socket.send_multipart([self.peer, frame])
 
-    async def next(self, within_s: float = 3.0) -> AnyMessage:
+    async def next(self, within_s: float = 10.0) -> AnyMessage:
         return await asyncio.wait_for(self.received.get(), within_s)
 
     async def hears_nothing(self, for_s: float = 0.2) -> bool:

@@ -281,6 +281,14 @@ def test_a_full_queue_is_refused_with_a_time_to_retry() -> None:
     assert failed.retry_after_s is not None and failed.retry_after_s >= 1
 
 
+def test_a_burst_is_not_refused_while_workers_have_credit() -> None:
+    desk = Desk(scheduler={"max_queue": 1})
+    desk.register(slots=4)
+    for name in "abcde":
+        desk.board.from_gateway(b"g", messages.encode(make_submit(name)))
+    assert [m.request_id for _, m in desk.sent() if isinstance(m, Submit)] == list("abcd")
+
+
 def test_requests_without_any_worker_fail_after_the_wait() -> None:
     desk = Desk()
     desk.gateway(make_submit("a", timeout_s=None))
