@@ -1,0 +1,191 @@
+"""What is checked and made before a stack starts, and when it is ready."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from mirror_sd.config import Config, RunDir, load
+from mirror_sd.errors import SetupError
+from mirror_sd.supervisor import (
+    edge,
+    foreground,
+    preflight,
+    processes,
+    run_directory,
+)
+from mirror_sd.supervisor.readiness import ReadinessCheck
+from mirror_sd.supervisor.run_directory import Claim
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return RunDir(tmp_path / "base" / "8080")
+
+
+def test_taken_port_is_told_with_its_holder() -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        with pytest.raises(SetupError, match=rf"port {port} is taken by .*\(pid {os.getpid()}\)"):
+            preflight.check_port("127.0.0.1", port)
+    preflight.check_port("127.0.0.1", port)
+
+
+@pytest.mark.parametrize("host", ["no.such.host.invalid", "300.1.2.3", "203.0.113.7"])
+def test_address_of_another_machine_is_refused(host: str) -> None:
+    with pytest.raises(SetupError, match=host):
+        preflight.check_port(host, 0)
+
+
+def test_full_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "NEEDED_MB", 1 << 40)
+    with pytest.raises(SetupError, match=f"{tmp_path} has .* MB free"):
+        preflight.check_disk(tmp_path)
+
+
+def test_unknown_model_is_refused_before_anything_starts() -> None:
+    config = load(overrides=["model.path=/no/such/model"], environ={})
+    with pytest.raises(SetupError, match="/no/such/model"):
+        preflight.find_model(config, print)
+
+
+def test_nginx_that_is_not_there_is_told() -> None:
+    with pytest.raises(SetupError, match="MIRROR_SD_NGINX: /no/nginx"):
+        edge.find_nginx({"MIRROR_SD_NGINX": "/no/nginx"})
+
+
+def fake_nginx(directory: Path, version: str) -> Path:
+    path = directory / "nginx"
+    path.write_text(f"#!/bin/sh\necho '{version}' >&2\n")
+    path.chmod(0o755)
+    return path
+
+
+def test_nginx_without_lua_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(edge, "_MODULES", ("no_such_module.so",))
+    binary = fake_nginx(tmp_path, "nginx version: nginx/1.22 --modules-path=/nowhere")
+    with pytest.raises(SetupError, match="no Lua module"):
+        edge.find_nginx({"MIRROR_SD_NGINX": str(binary)})
+
+
+@pytest.mark.parametrize(
+    "version", ["nginx version: openresty/1.27.1", "--add-module=../ngx_lua-0.10.27"]
+)
+def test_nginx_with_lua_built_in_loads_no_module(tmp_path: Path, version: str) -> None:
+    binary = fake_nginx(tmp_path, version)
+    assert edge.find_nginx({"MIRROR_SD_NGINX": str(binary)}).modules == ()
+
+
+def test_rendered_configuration_is_one_that_nginx_accepts(run: RunDir) -> None:
+    claim = Claim(run)
+    claim.acquire()
+    try:
+        nginx = edge.find_nginx()
+        config = load(overrides=["server.port=18099", "server.host='::1'"], environ={})
+        log = run_directory.logs(run) / "nginx.log"
+        text = edge.render(config, run, nginx, log)
+        (run.nginx / "nginx.conf").write_text(text)
+        spec = processes.nginx_spec(run, nginx)
+        done = subprocess.run([*spec.argv, "-t"], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr + log.read_text()
+        assert "listen [::1]:18099;" in text
+        assert f"unix:{run.gateway_socket(1)}" in text
+    finally:
+        claim.release()
+
+
+def test_children_know_their_role_and_their_run_directory(run: RunDir) -> None:
+    config = Config()
+    specs = [
+        processes.nginx_spec(run, edge.Nginx(Path("nginx"), ())),
+        processes.gateway_spec(config, run, 1),
+        processes.broker_spec(run),
+        processes.pool_spec(run, "cpu"),
+    ]
+    roles = [spec.env["MIRROR_SD_ROLE"] for spec in specs]
+    assert roles == ["nginx", "gateway", "broker", "pool"]
+    for spec in specs:
+        assert spec.env["MIRROR_SD_CONFIG_JSON"] == str(run.config_json)
+        assert spec.env["PROMETHEUS_MULTIPROC_DIR"] == str(run.metrics)
+        assert processes.log_of(spec).parent == run_directory.logs(run)
+    assert specs[1].env["MIRROR_SD_GATEWAY_INDEX"] == "1"
+    assert specs[3].env["MIRROR_SD_CLASS"] == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:8080"),
+        ("0.0.0.0", "http://127.0.0.1:8080"),
+        ("::1", "http://[::1]:8080"),
+        ("llm.example", "http://llm.example:8080"),
+    ],
+)
+def test_announced_url_can_be_opened_on_this_machine(host: str, url: str) -> None:
+    assert foreground.url(load(overrides=[f"server.host='{host}'"], environ={})) == url
+
+
+class _Server(ThreadingHTTPServer):
+    answers: dict[str, int]
+    asked: list[str]
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Server
+
+    def _answer(self) -> None:
+        self.server.asked.append(f"{self.command} {self.path}")
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self.send_response(self.server.answers[self.path])
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    do_GET = do_POST = _answer
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@contextmanager
+def http_server(**answers: int) -> Iterator[_Server]:
+    with _Server(("127.0.0.1", 0), _Handler) as server:
+        server.asked = []
+        server.answers = {"/health": 200, "/v1/completions": 200, **answers}
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_ready_is_a_generation_after_health() -> None:
+    with http_server() as server:
+        check = ReadinessCheck("127.0.0.1", server.server_port, "m")
+        check.start()
+        check.join(5)
+        assert check.is_ready
+        assert server.asked == ["GET /health", "POST /v1/completions"]
+
+
+def test_stack_that_cannot_generate_is_not_ready_and_says_why() -> None:
+    with http_server(**{"/v1/completions": 503}) as server:
+        check = ReadinessCheck("127.0.0.1", server.server_port, "m")
+        check.start()
+        time.sleep(0.5)
+        check.stop()
+        check.join(5)
+        assert not check.is_ready
+        assert "POST /v1/completions: 503" in check.last_answer
