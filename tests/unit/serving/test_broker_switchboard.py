@@ -32,6 +32,8 @@ from mirror_sd.serving.switchboard import Switchboard
 from tests.unit.scheduler.test_priority_queue import Clock
 from tests.unit.serving.broker_stack import make_submit
 
+Sent = list[tuple[bytes, AnyMessage]]
+
 
 class Desk:
     """A switchboard, with its outbox read as messages. Heartbeats are of 1 s, three may miss."""
@@ -47,20 +49,22 @@ class Desk:
         )
         self.board = Switchboard(config, "x", clock=self.clock, unix_clock=lambda: 0.0)
 
-    def gateway(self, message: AnyMessage, name: bytes = b"g") -> list[tuple[bytes, AnyMessage]]:
+    def gateway(self, message: AnyMessage, name: bytes = b"g") -> Sent:
         self.board.from_gateway(name, messages.encode(message))
         return self.sent()
 
-    def worker(self, message: AnyMessage, name: bytes = b"w") -> list[tuple[bytes, AnyMessage]]:
+    def worker(self, message: AnyMessage, name: bytes = b"w") -> Sent:
         self.board.from_worker(name, messages.encode(message))
         return self.sent()
 
-    def register(self, name: str = "w", *, slots: int = 2, pid: int = 11, kind: str = "cpu"):
+    def register(
+        self, name: str = "w", *, slots: int = 2, pid: int = 11, kind: str = "cpu"
+    ) -> Sent:
         fields = {"model": "m", "engine": "e", "precision": "fp32", "max_context": 100}
         registration = Register(worker_id=name, device_class=kind, pid=pid, slots=slots, **fields)
         return self.worker(registration, name.encode())
 
-    def beat(self, name: str = "w", steps: int = 0, draining: bool = False):
+    def beat(self, name: str = "w", steps: int = 0, draining: bool = False) -> Sent:
         return self.worker(_heartbeat(name, steps, draining), name.encode())
 
     def wait(self, seconds: float, *, beating: bool = True, steps: bool = True) -> None:
@@ -75,7 +79,7 @@ class Desk:
             self.board.tick()
             self.board.dispatch()
 
-    def sent(self) -> list[tuple[bytes, AnyMessage]]:
+    def sent(self) -> Sent:
         self.board.dispatch()
         self.board.check_integrity()
         taken = []
@@ -86,7 +90,7 @@ class Desk:
         return taken
 
 
-def of_type(sent: list[tuple[bytes, AnyMessage]], kind: type) -> list[tuple[bytes, AnyMessage]]:
+def of_type(sent: Sent, kind: type) -> Sent:
     return [entry for entry in sent if isinstance(entry[1], kind)]
 
 
