@@ -82,8 +82,12 @@ class Choice:
         return self._delta(text, None) if text else None
 
     def finish(self, reason: str) -> Delta:
-        """The last delta, with everything that was held back; `reason` is the worker's."""
-        text = self._take_echo(None) + self._stops.feed(self._detokeniser.finish())
+        """The last delta, with everything that was held back; `reason` is the worker's.
+
+        A character that was never completed (a length limit can cut one in half) is left out.
+        """
+        rest = self._detokeniser.finish().rstrip("\ufffd")
+        text = self._take_echo(None) + self._stops.feed(rest)
         if self._stops.is_stopped:
             return self._delta(text, "stop")
         return self._delta(text + self._stops.finish(), reason)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -77,10 +78,12 @@ def test_held_back_text_and_scores_come_when_the_choice_ends() -> None:
     assert (last.text, last.finish_reason, len(last.scores)) == ("c", "length", 1)
 
 
-def test_an_incomplete_character_can_still_complete_a_stop_at_the_end() -> None:
-    subject = choice("\ufffd")
-    assert subject.feed(chunk(letters("ð"))) is None
-    assert subject.finish("length").finish_reason == "stop"
+@pytest.mark.parametrize("reason", ["length", "stop"])
+def test_a_character_that_the_end_cuts_in_half_is_left_out(reason: str) -> None:
+    subject = choice()
+    assert subject.feed(chunk(letters("ðŁ"), scored=True)) is None
+    last = subject.finish(reason)
+    assert (last.text, last.finish_reason, len(last.scores)) == ("", reason, 2)
 
 
 def test_offsets_count_characters_and_half_characters_share_one() -> None:
