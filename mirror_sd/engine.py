@@ -95,7 +95,11 @@ class Engine:
         """Queue a sequence. Raises `InvalidRequest` if it can never run here."""
         self._check(submit)
         params = submit.params
-        if len(submit.delivered) >= params.max_tokens:
+        # A resumed request may have lost only its last frame, `Finished`.
+        length = len(submit.prompt) + len(submit.delivered)
+        if submit.delivered and (
+            len(submit.delivered) >= params.max_tokens or length >= self.max_context
+        ):
             usage = SequenceUsage(
                 prompt_tokens=len(submit.prompt), completion_tokens=len(submit.delivered)
             )
@@ -142,10 +146,10 @@ class Engine:
                 f"max_tokens is {submit.params.max_tokens}; at least 1 is needed",
                 param="max_tokens",
             )
-        length = len(submit.prompt) + len(submit.delivered)
-        if length >= self.max_context:
+        if len(submit.prompt) >= self.max_context:
             raise ContextLengthExceeded(
-                f"the prompt has {length} tokens; this worker's context of {self.max_context}"
+                f"the prompt has {len(submit.prompt)} tokens; this worker's context of"
+                f" {self.max_context}"
                 " must leave room for an answer"
             )
         vocab = self.capabilities.vocab_size

@@ -147,6 +147,13 @@ def test_a_request_resumed_after_its_last_token_only_finishes():
     assert tokens["a"] == whole and ends["a"].reason == "length"
 
 
+def test_a_request_resumed_at_the_context_limit_only_finishes():
+    engine = make_engine(blocks=200, max_context=64)
+    whole, _ = run(engine, [submit("first", [1] * 50, max_tokens=500)])
+    tokens, ends = run(engine, [submit("a", [1] * 50, 500, delivered=whole["first"])])
+    assert tokens["a"] == whole["first"] and ends["a"].reason == "length"
+
+
 def test_a_stop_token_is_not_emitted_and_beats_the_length_cap():
     whole = solo(submit(max_tokens=40))
     stop = whole[20]
