@@ -154,7 +154,7 @@ def test_an_unknown_model_is_not_found(client: openai.OpenAI) -> None:
 
 def test_an_unknown_path_is_not_found(http: httpx.Client) -> None:
     assert_refused(http.get("/v1/nothing"), 404, None)
-    assert_refused(http.post("/"), 404, None)
+    assert_refused(http.post("/v2/chat/completions"), 404, None)
 
 
 def test_a_wrong_method_is_refused(http: httpx.Client) -> None:
