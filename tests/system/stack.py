@@ -54,6 +54,11 @@ def until(claim: Callable[[], Any], timeout_s: float, what: str, every_s: float 
         time.sleep(every_s)
 
 
+def on_this_load(seconds: float) -> float:
+    """A limit meant for an otherwise idle machine, stretched where others use the cores as well."""
+    return seconds * max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
+
+
 class Stack:
     """`settings` are `--set` items. `command` starts it in the foreground: `mirror-sd up`, or
     `ops/up`. `base`, where given, is another stack's, to keep both run directories in one."""
@@ -148,6 +153,8 @@ class Stack:
         for process in self.alive():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
+        if self.supervisor is not None:
+            self.supervisor.wait(10)
         shutil.rmtree(self.base, ignore_errors=True)
 
     # Processes
