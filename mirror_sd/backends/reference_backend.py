@@ -109,7 +109,8 @@ class ReferenceBackend:
     def _mlp(self, layer: int, x: Float32) -> Float32:
         h = self._norm(x, self._weight(layer, "mlp_norm"))
         gate, up = self._project(layer, "gate", h), self._project(layer, "up", h)
-        return self._project(layer, "down", gate / (1 + np.exp(-gate)) * up)
+        with np.errstate(over="ignore"):  # exp(-gate) is infinite where silu is zero
+            return self._project(layer, "down", gate / (1 + np.exp(-gate)) * up)
 
     def _weight(self, layer: int, role: str) -> Float32:
         return self._weights[f"layers.{layer}.{role}"]

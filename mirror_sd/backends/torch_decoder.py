@@ -95,10 +95,10 @@ class TorchDecoder:
     ) -> Tensor:
         """Outputs [S * kv_heads * rows, head_dim] of one group."""
         kv_heads, dim = self.spec.num_kv_heads, self.spec.head_dim
-        unit = group.keys * group.sequences // len(group.units)
+        unit = group.keys * group.spans // len(group.units)
         q = queries.index_select(0, group.query_rows).view(-1, kv_heads, group.rows, dim)
         kv = cache.view(-1, unit, 2 * kv_heads, dim).index_select(0, group.units)
-        kv = kv.view(group.sequences, group.keys, 2 * kv_heads, dim).transpose(1, 2)
+        kv = kv.view(group.spans, group.keys, 2 * kv_heads, dim).transpose(1, 2)
         out = functional.scaled_dot_product_attention(
             q, kv[:, :kv_heads], kv[:, kv_heads:], attn_mask=group.masks[window]
         )

@@ -1,28 +1,32 @@
 """A ragged batch turned into index tensors, once per forward, shared by all layers.
 
-Attention runs on groups of sequences padded to one shape. The `heads / kv_heads` query heads that
-share a KV head are folded into rows, [S, kv_heads, rows, head_dim], so a key is read once for all
-of them. torch's CPU attention kernel gives a row the same bits in any group if the rows are padded
-to a multiple of `ROW_PAD` and the keys to a multiple of `KEY_PAD` (masked keys add exact zeros);
-`torch_selftest` checks that at load.
+Attention runs on groups of spans padded to one shape. A span is a run of tokens of one sequence
+whose keys are padded to the same length. The `heads / kv_heads` query heads that share a KV head
+are folded into rows, [S, kv_heads, rows, head_dim], so a key is read once for all of them.
+
+torch's CPU attention gives a row the same bits among any rows if their number is a multiple of
+`ROW_PAD`, but not with any number of keys: 1 bf16 row in 1,000 changes with masked keys added
+(torch 2.13), because the product over the keys is split by their number. So the padded number of
+keys follows from the token's own position and from nothing else. `torch_selftest` checks it.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mirror_sd.backends.protocol import RaggedBatch
+from mirror_sd.backends.protocol import Int32, RaggedBatch
 from mirror_sd.backends.torch_linear import MIN_ROWS
 
 Int64 = NDArray[np.int64]
 ROW_PAD = 4
-KEY_PAD = {torch.bfloat16: 64, torch.float16: 64, torch.float32: 512}
+KEY_PAD = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,25 +41,35 @@ class Geometry:
     device: torch.device
 
     @property
-    def key_pad(self) -> int:
-        return KEY_PAD[self.dtype]
+    def shared_heads(self) -> int:
+        """Query heads that share one KV head."""
+        return self.num_heads // self.num_kv_heads
 
     @property
     def unit(self) -> int:
         """Slots gathered in one piece: divides both a block and the padding of keys."""
-        return math.gcd(self.block_size, self.key_pad)
+        return math.gcd(self.block_size, KEY_PAD)
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """Tokens begin..end-1 of the batch, all of one sequence."""
+
+    sequence: int
+    begin: int
+    end: int
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionGroup:
-    """S sequences of one padded shape.
+    """S spans of one padded shape.
 
     query_rows: [S * kv_heads * rows] into the [tokens * heads] query vectors.
     units:      [S * keys / unit] into the cache seen as units of slots.
     masks:      window -> [S, 1, rows, keys], 0 where a row may look and -inf elsewhere.
     """
 
-    sequences: int
+    spans: int
     rows: int
     keys: int
     query_rows: Tensor
@@ -117,60 +131,73 @@ def _slots(batch: RaggedBatch, block_size: int) -> Int64:
     return slots
 
 
-def _attention_groups(
-    batch: RaggedBatch, geometry: Geometry, padded: int
-) -> tuple[list[AttentionGroup], Tensor]:
-    heads = geometry.num_heads
-    shapes: dict[tuple[int, int], list[int]] = {}
-    for index in range(len(batch.block_tables)):
-        begin, end = batch.sequence_offsets[index], batch.sequence_offsets[index + 1]
-        shape = _group_shape(int(end - begin), int(batch.positions[end - 1]) + 1, geometry)
-        shapes.setdefault(shape, []).append(index)
-    output_rows = np.zeros((padded, heads), np.int64)
-    groups, start = [], 0
-    for (rows, keys), members in shapes.items():
-        group = _group(batch, geometry, members, rows, keys)
-        groups.append(group)
-        _place_outputs(batch, geometry, members, rows, start, output_rows)
-        start += len(members) * geometry.num_kv_heads * rows
-    return groups, _tensor(output_rows.reshape(-1), geometry.device)
+def padded_keys(position: int) -> int:
+    """Keys that the row at a position is given: few distinct numbers, at most half in excess.
+
+    64, 128, 192, 256, 384, 512, 768, 1024, 1536, ...
+    """
+    pads = position // KEY_PAD + 1
+    step = 1 << max((pads - 1).bit_length() - 2, 0)
+    return _ceil(pads, step) * KEY_PAD
 
 
-def _group_shape(tokens: int, context: int, geometry: Geometry) -> tuple[int, int]:
-    """(rows, keys) that a sequence is padded to; few distinct ones, so that groups are large."""
-    rows = _ceil(tokens * geometry.num_heads // geometry.num_kv_heads, ROW_PAD)
-    if rows > 4 * ROW_PAD:
-        rows = _ceil(rows, 4 * ROW_PAD)
-    # Up to a quarter more keys than needed: 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, ...
-    pads = -(-context // geometry.key_pad)
-    step = 1 << max(pads.bit_length() - 3, 0)
-    return rows, _ceil(pads, step) * geometry.key_pad
+def padded_query_rows(tokens: int, geometry: Geometry) -> int:
+    """Query rows of a span; few distinct numbers, so that groups are large."""
+    rows = _ceil(tokens * geometry.shared_heads, ROW_PAD)
+    return rows if rows <= 4 * ROW_PAD else _ceil(rows, 4 * ROW_PAD)
 
 
 def _ceil(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
+def _spans(batch: RaggedBatch, geometry: Geometry) -> dict[tuple[int, int], list[_Span]]:
+    """All spans of the batch by (rows, keys)."""
+    shapes: dict[tuple[int, int], list[_Span]] = {}
+    offsets = batch.sequence_offsets.tolist()
+    for index, (begin, end) in enumerate(pairwise(offsets)):
+        first = int(batch.positions[begin])
+        while begin < end:
+            keys = padded_keys(first)
+            stop = min(end, begin + keys - first)
+            shape = padded_query_rows(stop - begin, geometry), keys
+            shapes.setdefault(shape, []).append(_Span(index, begin, stop))
+            first, begin = first + stop - begin, stop
+    return shapes
+
+
+def _attention_groups(
+    batch: RaggedBatch, geometry: Geometry, padded: int
+) -> tuple[list[AttentionGroup], Tensor]:
+    output_rows = np.zeros((padded, geometry.num_heads), np.int64)
+    groups, start = [], 0
+    for (rows, keys), spans in _spans(batch, geometry).items():
+        groups.append(_group(batch, geometry, spans, rows, keys))
+        _place_outputs(geometry, spans, rows, start, output_rows)
+        start += len(spans) * geometry.num_kv_heads * rows
+    return groups, _tensor(output_rows.reshape(-1), geometry.device)
+
+
 def _group(
-    batch: RaggedBatch, geometry: Geometry, members: list[int], rows: int, keys: int
+    batch: RaggedBatch, geometry: Geometry, spans: list[_Span], rows: int, keys: int
 ) -> AttentionGroup:
-    unit, shared = geometry.unit, geometry.num_heads // geometry.num_kv_heads
+    unit, shared = geometry.unit, geometry.shared_heads
     heads = np.arange(geometry.num_heads).reshape(geometry.num_kv_heads, 1, shared)
-    query_rows = np.empty((len(members), geometry.num_kv_heads, rows), np.int64)
+    query_rows = np.empty((len(spans), geometry.num_kv_heads, rows), np.int64)
     # A padding row looks at key 0 alone; its output is never read.
-    row_positions = np.zeros((len(members), rows), np.int64)
-    units = np.empty((len(members), keys // unit), np.int64)
-    for place, index in enumerate(members):
-        begin, end = batch.sequence_offsets[index], batch.sequence_offsets[index + 1]
-        used = int(end - begin) * shared
-        tokens = np.arange(begin, end).reshape(1, -1, 1) * geometry.num_heads
+    row_positions = np.zeros((len(spans), rows), np.int64)
+    units = np.empty((len(spans), keys // unit), np.int64)
+    for place, span in enumerate(spans):
+        used = (span.end - span.begin) * shared
+        tokens = np.arange(span.begin, span.end).reshape(1, -1, 1) * geometry.num_heads
         query_rows[place, :, :used] = (tokens + heads).reshape(geometry.num_kv_heads, used)
         query_rows[place, :, used:] = query_rows[place, :, :1]
-        row_positions[place, :used] = np.repeat(batch.positions[begin:end], shared)
-        units[place] = _units(batch.block_tables[index], geometry, row_positions[place], keys)
+        row_positions[place, :used] = np.repeat(batch.positions[span.begin : span.end], shared)
+        context = int(batch.positions[span.end - 1]) + 1
+        units[place] = _units(batch.block_tables[span.sequence], geometry, context, keys)
     positions = torch.from_numpy(row_positions).to(geometry.device)
     return AttentionGroup(
-        sequences=len(members),
+        spans=len(spans),
         rows=rows,
         keys=keys,
         query_rows=_tensor(query_rows.reshape(-1), geometry.device),
@@ -179,10 +206,10 @@ def _group(
     )
 
 
-def _units(table: NDArray[np.int32], geometry: Geometry, positions: Int64, keys: int) -> Int64:
+def _units(table: Int32, geometry: Geometry, context: int, keys: int) -> Int64:
     """Units that hold keys 0..keys-1; beyond the context the first one, masked, stands in."""
     per_block = geometry.block_size // geometry.unit
-    blocks = table[: int(positions.max()) // geometry.block_size + 1].astype(np.int64)
+    blocks = table[: -(-context // geometry.block_size)].astype(np.int64)
     held = (blocks[:, None] * per_block + np.arange(per_block)).reshape(-1)[: keys // geometry.unit]
     units = np.full(keys // geometry.unit, held[0], np.int64)
     units[: len(held)] = held
@@ -199,20 +226,14 @@ def _mask(positions: Tensor, keys: int, window: int | None, geometry: Geometry) 
 
 
 def _place_outputs(
-    batch: RaggedBatch,
-    geometry: Geometry,
-    members: list[int],
-    rows: int,
-    start: int,
-    output_rows: Int64,
+    geometry: Geometry, spans: list[_Span], rows: int, start: int, output_rows: Int64
 ) -> None:
-    shared = geometry.num_heads // geometry.num_kv_heads
+    shared = geometry.shared_heads
     head = np.arange(geometry.num_heads)
-    for place, index in enumerate(members):
-        begin, end = batch.sequence_offsets[index], batch.sequence_offsets[index + 1]
-        within = np.arange(end - begin)[:, None] * shared + head % shared
+    for place, span in enumerate(spans):
+        within = np.arange(span.end - span.begin)[:, None] * shared + head % shared
         first = start + (place * geometry.num_kv_heads + head // shared) * rows
-        output_rows[begin:end] = first + within
+        output_rows[span.begin : span.end] = first + within
 
 
 def _padded(values: NDArray[np.int32], length: int) -> Int64:

@@ -1,20 +1,25 @@
-"""Does a row's result depend on its batch? Run at load, on the real weights, two layers deep."""
+"""Does a row's result depend on its batch? Run at load, on the real weights, two layers deep.
+
+Besides each sequence's last logits it compares the second layer's keys and values of every token,
+which the first layer's attention and MLP of that token went into.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from mirror_sd.backends.protocol import Float32, Int32, RaggedBatch
+from mirror_sd.backends.protocol import Int32, RaggedBatch
 from mirror_sd.backends.torch_cache import empty_cache, geometry_of
 from mirror_sd.backends.torch_decoder import TorchDecoder
 from mirror_sd.backends.torch_plan import make_plan
 
 LAYERS = 2
 BLOCK_SIZE = 16
-BLOCKS = 64
-LENGTHS = (21, 1, 70, 7, 130, 12)
-CHUNKINGS = (1, 5, 19, 64)
+BLOCKS = 96
+LENGTHS = (21, 1, 70, 7, 300, 12)
+CHUNKINGS = (5, 19, 64, 256)
 
 
 def is_bit_stable(decoder: TorchDecoder, device: torch.device) -> bool:
@@ -25,17 +30,13 @@ def is_bit_stable(decoder: TorchDecoder, device: torch.device) -> bool:
         random.integers(0, decoder.spec.vocab_size, length).astype(np.int32) for length in lengths
     ]
     run = _Run(decoder, device)
-    alone = [run.last_logits([prompt], random, chunk=len(prompt))[0] for prompt in prompts]
-    together = run.last_logits(prompts, random, chunk=max(lengths))
-    if not _all_equal(alone, together):
-        return False
-    return all(
-        _all_equal(alone, run.last_logits(prompts, random, chunk=chunk)) for chunk in CHUNKINGS
-    )
-
-
-def _all_equal(left: list[Float32], right: list[Float32]) -> bool:
-    return all(np.array_equal(a, b) for a, b in zip(left, right, strict=True))
+    alone = [run.results([prompt], random, chunk=len(prompt))[0] for prompt in prompts]
+    for chunk in (max(lengths), *CHUNKINGS):
+        together = run.results(prompts, random, chunk)
+        for one, other in zip(alone, together, strict=True):
+            if not all(torch.equal(a, b) for a, b in zip(one, other, strict=True)):
+                return False
+    return True
 
 
 class _Run:
@@ -44,26 +45,34 @@ class _Run:
         self._geometry = geometry_of(decoder, BLOCK_SIZE, device)
         self._cache = empty_cache(decoder, BLOCKS * BLOCK_SIZE, device)[:LAYERS]
 
-    def last_logits(
+    def results(
         self, prompts: list[Int32], random: np.random.Generator, chunk: int
-    ) -> list[Float32]:
-        """Each prompt's last row, fed `chunk` tokens at a time over freshly shuffled blocks."""
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Each prompt's last logits and cached vectors, fed `chunk` tokens at a time."""
         blocks = iter(random.permutation(BLOCKS).astype(np.int32))
         tables = [
             np.array([next(blocks) for _ in range(len(prompt) // BLOCK_SIZE + 1)], np.int32)
             for prompt in prompts
         ]
-        last: dict[int, Float32] = {}
+        last: dict[int, Tensor] = {}
         for start in range(0, max(len(prompt) for prompt in prompts), chunk):
             active = [i for i, prompt in enumerate(prompts) if start < len(prompt)]
             pieces = [prompts[i][start : start + chunk] for i in active]
             batch = _batch(pieces, start, [tables[i] for i in active])
             with torch.inference_mode():
                 plan = make_plan(batch, self._geometry)
-                logits = self._decoder.forward(plan, self._cache, LAYERS).cpu().numpy()
+                logits = self._decoder.forward(plan, self._cache, LAYERS)
             for place, i in enumerate(active):
-                last[i] = logits[place].copy()
-        return [last[i] for i in range(len(prompts))]
+                last[i] = logits[place]
+        return [
+            (last[i], self._cached(table, len(prompt)))
+            for i, (table, prompt) in enumerate(zip(tables, prompts, strict=True))
+        ]
+
+    def _cached(self, table: Int32, length: int) -> Tensor:
+        slots = (table[:, None].astype(np.int64) * BLOCK_SIZE + np.arange(BLOCK_SIZE)).reshape(-1)
+        where = torch.from_numpy(slots[:length]).to(self._cache.device)
+        return self._cache[-1].index_select(0, where)
 
 
 def _batch(pieces: list[Int32], start: int, tables: list[Int32]) -> RaggedBatch:
