@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 
 from prometheus_client import multiprocess
 
-from mirror_sd import logs, telemetry
+from mirror_sd import logs, openmp, telemetry
 from mirror_sd.child import CANNOT_START, Child, ChildSpec, Death, Waker
 from mirror_sd.config import PoolConfig, from_run_dir
 from mirror_sd.errors import ConfigError, SetupError
@@ -114,17 +114,15 @@ def share_of_cores(cores: Sequence[int], workers: int, index: int) -> list[int]:
 def worker_spec(device_class: str, pool: PoolConfig, cores: Sequence[int], index: int) -> ChildSpec:
     """How the pool starts worker `index` on its share of `cores`."""
     share = share_of_cores(cores, pool.workers, index)
-    threads = str(pool.threads or len(share))
+    threads = pool.threads or len(share)
     argv = [sys.executable, "-P", "-m", "workers.worker", "--class", device_class]
-    argv += ["--index", str(index), "--threads", threads]
+    argv += ["--index", str(index), "--threads", str(threads)]
     if pool.pin:
         argv += ["--cores", ",".join(map(str, share))]
     env = {
         "MIRROR_SD_ROLE": "worker",
         "MIRROR_SD_CLASS": device_class,
-        # Read by OpenMP and MKL when they load, so before the worker could set it.
-        "OMP_NUM_THREADS": threads,
-        "MKL_NUM_THREADS": threads,
+        **openmp.environment(threads),
     }
     return ChildSpec(name=f"worker-{device_class}-{index}", argv=argv, env=env)
 
