@@ -47,7 +47,7 @@ has_nginx_with_lua() {
 
 missing_packages() {
     has_nginx_with_lua || printf '%s\n' "${run_packages[@]}"
-    find_python >/dev/null || printf '%s\n' python3 python3-venv
+    is_venv_ready "$1" || find_python >/dev/null || printf '%s\n' python3 python3-venv
     [ "$1" = dev ] || return 0
     has_command luacheck || printf '%s\n' "${test_packages[0]}"
     has_command busted || printf '%s\n' "${test_packages[1]}"
