@@ -27,7 +27,7 @@ def prompts(count: int) -> list[dict[str, Any]]:
         pattern = f"code {code} ok, " * (2 + number % 5 * (1 + number % 3))
         sampling = {"temperature": 0} if number % 4 else {"temperature": 1.0, "seed": number}
         bodies.append(
-            {"model": MODEL, "prompt": pattern + "code", "max_tokens": 6 + number % 11} | sampling
+            {"model": MODEL, "prompt": pattern + "code", "max_tokens": 4 + number % 7} | sampling
         )
     return bodies
 
@@ -70,7 +70,7 @@ def run_load(stack: Stack, requests: int, kinds: int) -> None:
     assert grown_mb < 64, f"the worker grew by {grown_mb:.0f} MB"
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 def test_five_hundred_requests_of_sixty_four_clients_are_all_answered_right(stack: Stack) -> None:
     answered = stack.total("mirror_gateway_requests_total", status="200")
     run_load(stack, requests=500, kinds=50)
