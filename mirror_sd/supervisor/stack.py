@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-from mirror_sd.child import Child, ChildSpec
+from mirror_sd.child import CANNOT_START, Child, ChildSpec
 from mirror_sd.config import Config, RunDir
 from mirror_sd.errors import SetupError
 from mirror_sd.supervisor import live_gauges, processes, run_directory
@@ -149,6 +149,9 @@ class Stack:
     def _fail_on_death(self) -> None:
         for child in self._children():
             death = child.reap()
+            if death is not None and death.status == CANNOT_START:
+                self._echo_errors()
+                raise SetupError(f"{death.name} cannot start, for the reason above")
             if death is not None:
                 raise SetupError(f"{death}{_quote(child.spec, 12)}")
 
