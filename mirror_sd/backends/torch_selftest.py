@@ -18,8 +18,8 @@ from mirror_sd.backends.torch_plan import make_plan
 LAYERS = 2
 BLOCK_SIZE = 16
 BLOCKS = 96
-LENGTHS = (21, 1, 70, 7, 300, 12)
-CHUNKINGS = (5, 19, 64, 256)
+LENGTHS = (21, 1, 70, 7, 280, 12)
+CHUNKINGS = (9, 64)
 
 
 def is_bit_stable(decoder: TorchDecoder, device: torch.device) -> bool:

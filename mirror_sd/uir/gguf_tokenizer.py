@@ -2,7 +2,7 @@
 
 `tokenizer.ggml.pre` names the rule that splits text before merging. llama.cpp's
 `llama-vocab.cpp` lists them; those of the families we run are here. transformers ignores the field
-for the llama architecture and splits as GPT-2 does, which differs where white space meets digits.
+for the llama architecture and splits as GPT-2 does, which differs where white space meets a digit.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ DEFAULT_HEAD_DIM: dict[Family, int] = {"qwen3": 128}
 
 def read(directory: Path) -> tuple[ModelSpec, Weights]:
     """Open a directory. Raises `ModelError`, or `UnsupportedModel` for another model class."""
-    spec = _spec(directory / "config.json")
+    spec = read_spec(directory)
     stored = _stored_tensors(directory)
     names = dict(OUTSIDE_LAYERS)
     for layer in range(spec.num_layers):
@@ -110,7 +110,9 @@ def number(path: Path, values: Mapping[str, Any], key: str, default: float | Non
     return value
 
 
-def _spec(path: Path) -> ModelSpec:
+def read_spec(directory: Path) -> ModelSpec:
+    """The spec alone, from config.json. Raises as `read` does."""
+    path = directory / "config.json"
     config = _Config(path)
     family = next((known for known in FAMILIES if known == config.get("model_type")), None)
     if family is None:

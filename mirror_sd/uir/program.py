@@ -23,7 +23,9 @@ class Program:
 
 def read_spec(files: ModelFiles) -> ModelSpec:
     """The model's spec alone. Raises `ModelError`, or `UnsupportedModel` for another family."""
-    return _read(files)[0]
+    if files.format == "gguf":
+        return gguf_model.read(files.path)[0]
+    return hf_model.read_spec(files.path)
 
 
 def load(files: ModelFiles, plan: PrecisionPlan, max_context: int | None = None) -> Program:
