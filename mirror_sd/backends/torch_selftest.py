@@ -18,7 +18,7 @@ from mirror_sd.backends.torch_plan import make_plan
 LAYERS = 2
 BLOCK_SIZE = 16
 BLOCKS = 96
-LENGTHS = (21, 1, 70, 7, 280, 12)
+LENGTHS = (21, 1, 70, 7, 150, 12)
 CHUNKINGS = (9, 64)
 
 

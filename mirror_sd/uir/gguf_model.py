@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mirror_sd.errors import ModelError, UnsupportedModel
+from mirror_sd.uir import ggml_blocks
 from mirror_sd.uir.gguf_file import GgufFile, StoredTensor
 from mirror_sd.uir.model_spec import Family, ModelSpec, RopeScaling
 from mirror_sd.uir.weights import LazyTensor, Weights
@@ -193,9 +194,11 @@ def _dequantised(file: GgufFile, tensor: StoredTensor) -> Float32:
         return raw.view(np.float32).reshape(tensor.shape)
     if kind == GGMLQuantizationType.F16:
         return raw.view(np.float16).astype(np.float32).reshape(tensor.shape)
-    rows = raw.reshape(*tensor.shape[:-1], -1)
+    known = ggml_blocks.dequantise(raw, kind.name)
+    if known is not None:
+        return known.reshape(tensor.shape)
     try:
-        values: Float32 = quants.dequantize(rows, kind)
+        values: Float32 = quants.dequantize(raw.reshape(*tensor.shape[:-1], -1), kind)
     except NotImplementedError as error:
         raise UnsupportedModel(
             f"{file.path}: tensor {tensor.name} is stored as {kind.name}, which is not supported"
