@@ -142,6 +142,9 @@ is_venv_ready() {
 
 install_venv() {
     local kind=$1 python extras=''
+    if [ ! -w "$root" ] || { [ -e "$venv" ] && [ ! -w "$venv" ]; }; then
+        die "cannot install into $venv: no right to write there; run as its owner"
+    fi
     # The lock is on this directory, so it leaves no file behind; it ends with the descriptor.
     exec 9<"$root/ops"
     if ! flock -n 9; then
