@@ -1,0 +1,87 @@
+"""The benchmarks' own arithmetic and complaints, over a stand-in target (see `hash_target`)."""
+
+from __future__ import annotations
+
+import pytest
+from tests.unit.speculative.hash_target import HashTarget
+
+from mirror_sd.bench import exactness, prompts
+from mirror_sd.bench.decode import run_engine
+from mirror_sd.config import EngineConfig, SpeculationConfig
+from mirror_sd.engine import Engine
+from mirror_sd.errors import ConfigError
+
+PROMPTS = [(1, 2, 3), (4, 5), (6, 7, 8, 9)]
+
+
+def engine_on(target: HashTarget) -> Engine:
+    return Engine(
+        target,
+        EngineConfig(block_size=4, kv_cache_mb=512, prefill_chunk=16),
+        SpeculationConfig(ngram_min=1),
+        model_name="m",
+        device_class="cpu",
+        slots=16,
+    )
+
+
+class FickleTarget(HashTarget):
+    """Gives other logits when it has company: what bit-stability rules out."""
+
+    def forward(self, batch):
+        logits = super().forward(batch)
+        if len(batch.block_tables) > 1:
+            logits = logits[:, ::-1].copy()
+        return logits
+
+
+def test_an_exact_engine_shows_no_flip():
+    report = exactness.compare(engine_on(HashTarget(memory=1)), PROMPTS, max_tokens=30, stop=())
+    assert report == {"prompts": 3, "tokens": 90, "flips": []}
+
+
+def test_a_flip_is_reported_with_its_place_and_margin():
+    report = exactness.compare(engine_on(FickleTarget()), PROMPTS, max_tokens=5, stop=())
+    flip = report["flips"][0]
+    assert flip["run"] == "plain, 16 at once" and flip["prompt"] == 0 and flip["token"] == 0
+    assert flip["margin"] > 0
+    assert {entry["run"] for entry in report["flips"]} == {
+        "plain, 16 at once",
+        "speculative, 16 at once",
+    }
+
+
+@pytest.mark.parametrize("concurrency", [1, 2, 3])
+def test_every_token_is_counted_once_whatever_runs_beside_it(concurrency):
+    run = run_engine(
+        engine_on(HashTarget()),
+        PROMPTS,
+        max_tokens=10,
+        speculation=True,
+        stop=(),
+        concurrency=concurrency,
+    )
+    assert [len(tokens) for tokens in run.tokens] == [10, 10, 10]
+    assert len(run.usages) == 3 and all(first > 0 for first in run.first_s)
+    assert 0 < run.decoded <= 30 and run.row()["tokens"] == 30
+
+
+def test_the_built_in_prompts_can_be_limited():
+    assert len(prompts.load(None)) == 16
+    assert prompts.load(None, 2)[1][0]["role"] == "user"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [("{", ":1: not a JSON object"), ('{"a": 1}', ":1: not a JSON"), ("\n\n", "no conversation")],
+)
+def test_a_bad_data_set_is_named_with_its_line(tmp_path, text, says):
+    path = tmp_path / "data.jsonl"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=says):
+        prompts.load(path)
+
+
+def test_a_missing_data_set_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="cannot read the data set"):
+        prompts.load(tmp_path / "none.jsonl")
