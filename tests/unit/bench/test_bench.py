@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from tests.unit.speculative.hash_target import HashTarget
 
 from mirror_sd.bench import exactness, prompts
 from mirror_sd.bench.decode import run_engine
 from mirror_sd.config import EngineConfig, SpeculationConfig
 from mirror_sd.engine import Engine
 from mirror_sd.errors import ConfigError
+from tests.unit.speculative.hash_target import HashTarget
 
 PROMPTS = [(1, 2, 3), (4, 5), (6, 7, 8, 9)]
 
