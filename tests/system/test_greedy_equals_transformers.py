@@ -51,6 +51,7 @@ def test_thirty_two_support_prompts_are_answered_as_transformers_answers_them(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_the_golden_file_is_what_transformers_answers_today() -> None:
     path = DATA / "make_support_greedy.py"
     spec = importlib.util.spec_from_file_location("make_support_greedy", path)

@@ -73,10 +73,11 @@ def test_sigterm_ends_a_stack_whose_client_streams_on(stacks: Callable[..., Stac
     with one.http() as http:
         body = BODY | {"max_tokens": 5000, "stream": True}
         with http.stream("POST", "/v1/completions", json=body) as response:
-            assert next(response.iter_lines()).startswith("data: ")
+            lines = response.iter_lines()
+            assert next(lines).startswith("data: ")
             one.signal(signal.SIGTERM)
             assert one.wait(20) == 0, one.log
-            rest = list(response.iter_lines())
+            rest = list(lines)
     # Cut off, but told so.
     assert any('"error"' in line for line in rest), rest[-3:]
     one.assert_nothing_left()
