@@ -17,7 +17,7 @@ from mirror_sd.api.detokeniser import detokeniser
 from mirror_sd.api.tokenizer import Tokenizer
 from mirror_sd.config import Config
 from mirror_sd.engine import Engine
-from mirror_sd.errors import BY_CODE, InternalError
+from mirror_sd.errors import BY_CODE, InternalError, SetupError
 from mirror_sd.messages import Chunk, Failed, Finished, SamplingParams, SequenceUsage, Submit
 from mirror_sd.uir import tokenizer_files
 
@@ -71,11 +71,7 @@ def generate(config: Config, request: Request, show: Callable[[str], None]) -> S
     os.environ.update(openmp.environment(threads))
     begin = time.perf_counter()
     tokenizer = load_tokenizer(config)
-    prompt = (
-        tokenizer.encode_prompt(request.text)
-        if request.is_raw
-        else tokenizer.encode_chat([("user", request.text)])
-    )
+    prompt = _prompt(tokenizer, request)
     engine = engines.build(config, device_class, threads)
     seed = secrets.randbits(31) if request.seed is None else request.seed
     summary = Summary(load_s=time.perf_counter() - begin, seed=seed)
@@ -99,6 +95,14 @@ def generate(config: Config, request: Request, show: Callable[[str], None]) -> S
         show(text.push(token))
     show(text.finish() + "\n")
     return summary
+
+
+def _prompt(tokenizer: Tokenizer, request: Request) -> list[int]:
+    if request.is_raw:
+        return tokenizer.encode_prompt(request.text)
+    if not tokenizer.has_chat_template:
+        raise SetupError("this model has no chat template; continue a text instead, by --raw")
+    return tokenizer.encode_chat([("user", request.text)])
 
 
 def _tokens(engine: Engine, submit: Submit, summary: Summary) -> Iterator[int]:
