@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,12 +10,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from mirror_sd import model_store
+from mirror_sd.backends import registry
 from mirror_sd.backends.protocol import Backend, RaggedBatch
 from mirror_sd.errors import ModelError
 from mirror_sd.model_store import ModelFiles
+
+# Before torch is imported: other tests may share the cores.
+os.environ.setdefault("GOMP_SPINCOUNT", registry.SPIN_COUNT)
 
 DEFAULT = "smollm2-135m-instruct"
 SIZES: dict[str, Any] = {
@@ -45,6 +49,8 @@ class TinyModel:
     model: Any
 
     def logits(self, ids: np.ndarray) -> np.ndarray:
+        import torch
+
         with torch.inference_mode():
             batch = torch.from_numpy(ids.astype(np.int64))[None]
             return self.model(batch).logits[0].float().numpy()
@@ -57,6 +63,7 @@ def tiny_model(
     """Make a model of a transformers configuration class, with options over `SIZES`."""
 
     def make(config_class: str, **options: Any) -> TinyModel:
+        import torch
         import transformers
 
         torch.manual_seed(5)

@@ -88,7 +88,7 @@ def test_rows_of_the_default_model_do_not_depend_on_their_batch(
     backend = registry.create(
         "torch", default_model, device="cpu", precision=precision, threads=2, max_context=1024
     )
-    check(backend, 49152, [150, 1, 40, 3, 66], block_size=16, seed=11)
+    check(backend, 49152, [80, 1, 30, 3], block_size=16, seed=11)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

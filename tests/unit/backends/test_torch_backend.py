@@ -70,7 +70,7 @@ def test_greedy_tokens_equal_those_of_transformers(
     for prompt in PROMPTS:
         ids = tokenizer.encode(prompt).ids
         answer = transformers_model.generate(
-            torch.tensor([ids]), max_new_tokens=24, do_sample=False, eos_token_id=None
+            torch.tensor([ids]), max_new_tokens=12, do_sample=False, eos_token_id=None
         )[0].tolist()
         sequence = list(ids)
         while len(sequence) < len(answer):
