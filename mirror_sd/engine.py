@@ -7,6 +7,7 @@ offline `mirror-sd generate`.
 from __future__ import annotations
 
 import itertools
+import os
 import time
 from collections import deque
 from collections.abc import Callable
@@ -254,7 +255,7 @@ def build(config: Config, device_class: str, threads: int | None = None) -> Engi
 
     Raises `ConfigError` or `ModelError`.
     """
-    from mirror_sd import model_store
+    from mirror_sd import model_store, openmp
     from mirror_sd.backends import registry
     from mirror_sd.errors import ConfigError
 
@@ -263,12 +264,15 @@ def build(config: Config, device_class: str, threads: int | None = None) -> Engi
         raise ConfigError(f"no pool {device_class!r}; configured are {', '.join(sorted(pools))}")
     pool = pools[device_class]
     files = model_store.resolve(config.model.path)
+    threads = threads or pool.threads or len(os.sched_getaffinity(0))
+    for name, value in openmp.environment(threads).items():
+        os.environ.setdefault(name, value)  # a pool has set them for its workers
     backend = registry.create(
         pool.engine,
         files,
         device=pool.device,
         precision=pool.precision,
-        threads=threads if threads is not None else pool.threads,
+        threads=threads,
         max_context=config.model.max_context,
     )
     return Engine(

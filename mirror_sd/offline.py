@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import sys
 import tempfile
@@ -12,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mirror_sd import engine as engines
-from mirror_sd import model_store, openmp
+from mirror_sd import model_store
 from mirror_sd.api.detokeniser import detokeniser
 from mirror_sd.api.tokenizer import Tokenizer
 from mirror_sd.config import Config
@@ -65,14 +64,11 @@ class Summary:
 
 def generate(config: Config, request: Request, show: Callable[[str], None]) -> Summary:
     """Stream the answer's text to `show`. Raises `ModelError`, `InvalidRequest`."""
-    device_class, pool = next(iter(config.pools.items()))
-    threads = pool.threads or len(os.sched_getaffinity(0))
-    # torch is not loaded yet: the engine imports it in `build`.
-    os.environ.update(openmp.environment(threads))
+    device_class = next(iter(config.pools))
     begin = time.perf_counter()
     tokenizer = load_tokenizer(config)
     prompt = _prompt(tokenizer, request)
-    engine = engines.build(config, device_class, threads)
+    engine = engines.build(config, device_class)
     seed = secrets.randbits(31) if request.seed is None else request.seed
     summary = Summary(load_s=time.perf_counter() - begin, seed=seed)
     submit = Submit(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 
 from mirror_sd.backends.cpu_features import has_bf16_products
@@ -12,8 +11,6 @@ from mirror_sd.errors import ConfigError, UnsupportedModel
 from mirror_sd.model_store import ModelFiles
 
 log = logging.getLogger(__name__)
-
-SPIN_COUNT = "300"
 
 
 def create(
@@ -43,10 +40,6 @@ def create(
 
 
 def _prepare_torch(device: str, threads: int | None) -> None:
-    # libgomp reads it when torch is first imported. Its default spin of milliseconds makes a
-    # token take 300-600 ms instead of 50 as soon as other processes want the same cores; without
-    # any other, the sleeping costs some 30 %.
-    os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
     import torch
 
     if threads is not None:

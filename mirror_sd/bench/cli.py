@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,7 +10,7 @@ import typer
 
 from mirror_sd import config as configuration
 from mirror_sd import engine as engines
-from mirror_sd import model_store, openmp
+from mirror_sd import model_store
 from mirror_sd.api.tokenizer import Tokenizer
 from mirror_sd.bench import decode, exactness, machine, prompts
 from mirror_sd.bench import http as http_path
@@ -35,8 +34,6 @@ def _prepare(
     overrides: list[str] | None, dataset: Path | None, limit: int | None
 ) -> tuple[Engine, Tokenizer, list[prompts.Messages], model_store.ModelFiles]:
     config = configuration.load(overrides=overrides or ())
-    # As a worker has them; torch reads them when the engine imports it.
-    os.environ.update(openmp.environment(len(os.sched_getaffinity(0))))
     chats = prompts.load(dataset, limit)
     files = model_store.resolve(config.model.path)
     engine = engines.build(config, next(iter(config.pools)))

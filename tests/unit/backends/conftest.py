@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mirror_sd import model_store
+from mirror_sd import model_store, openmp
 from mirror_sd.backends import registry
 from mirror_sd.backends.protocol import Backend, RaggedBatch
 from mirror_sd.errors import ModelError
 from mirror_sd.model_store import ModelFiles
 
 # Before torch is imported: other tests may share the cores.
-os.environ.setdefault("GOMP_SPINCOUNT", registry.SPIN_COUNT)
+os.environ.update(openmp.environment(len(os.sched_getaffinity(0))))
 
 DEFAULT = "smollm2-135m-instruct"
 SIZES: dict[str, Any] = {
