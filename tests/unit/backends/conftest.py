@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from mirror_sd import model_store, openmp
-from mirror_sd.backends import registry
 from mirror_sd.backends.protocol import Backend, RaggedBatch
 from mirror_sd.errors import ModelError
 from mirror_sd.model_store import ModelFiles
