@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -28,24 +28,6 @@ def stack() -> Iterator[Stack]:
         running.stop()
     finally:
         running.destroy()
-
-
-@pytest.fixture
-def new_stack() -> Iterator[Callable[[Sequence[str]], Stack]]:
-    """Starts stacks that a test may hurt; each must still stop cleanly."""
-    started: list[Stack] = []
-
-    def start(settings: Sequence[str] = ()) -> Stack:
-        started.append(Stack(settings))
-        return started[-1].start()
-
-    try:
-        yield start
-        for running in started:
-            running.stop()
-    finally:
-        for running in started:
-            running.destroy()
 
 
 @pytest.fixture
