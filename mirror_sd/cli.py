@@ -141,7 +141,9 @@ def status(
 )
 def generate(
     text: Annotated[str, typer.Argument(help="What to ask; `-` reads standard input.")],
-    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 256,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Longest answer in tokens; default: 256.")
+    ] = None,
     temperature: Annotated[
         float, typer.Option(min=0.0, max=2.0, help="0: the most likely token each time.")
     ] = 0.0,
@@ -150,7 +152,8 @@ def generate(
     ] = 1.0,
     top_k: Annotated[int, typer.Option(min=0, help="Sample from the k likeliest; 0: all.")] = 0,
     seed: Annotated[
-        int | None, typer.Option(min=0, help="The same seed gives the same answer.")
+        int | None,
+        typer.Option(min=-(2**63), max=2**64 - 1, help="The same seed gives the same answer."),
     ] = None,
     speculation: Annotated[
         str, typer.Option(metavar="on|off", help="Draft and verify; the answer is the same.")
@@ -169,6 +172,8 @@ def generate(
     """Answer TEXT in this one process, without any server, as a stream to the terminal."""
     if speculation not in ("on", "off"):
         raise typer.BadParameter("write on or off", param_hint="--speculation")
+    if top_p <= 0:
+        raise typer.BadParameter(f"{top_p} is not above 0", param_hint="--top-p")
     logs.configure("generate", level=os.environ.get(logs.ENV_LEVEL) or "WARNING")
     named = {"model.path": model, "pools.cpu.precision": precision}
     more = [f"{key}={json.dumps(value)}" for key, value in named.items() if value is not None]

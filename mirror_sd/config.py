@@ -11,10 +11,10 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from mirror_sd.errors import ConfigError
 
@@ -24,7 +24,9 @@ Precision = Literal["auto", "fp32", "bf16"]
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False
+    )
 
 
 class ServerConfig(_Section):
@@ -86,6 +88,14 @@ class SpeculationConfig(_Section):
     grow_above: float = Field(0.8, ge=0, le=1, description="mean acceptance that adds 2")
     ngram_max: int = Field(4, ge=1, le=16, description="longest n-gram that lookup matches")
     ngram_min: int = Field(2, ge=1, le=16, description="shortest n-gram that lookup matches")
+
+    @model_validator(mode="after")
+    def _bounds_in_order(self) -> Self:
+        for low, high in (("min_tokens", "max_tokens"), ("ngram_min", "ngram_max")):
+            least, most = getattr(self, low), getattr(self, high)
+            if least > most:
+                raise ValueError(f"{low} is {least}; it must not exceed {high}, which is {most}")
+        return self
 
 
 class BatchSizes(_Section):

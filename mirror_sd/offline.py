@@ -16,17 +16,22 @@ from mirror_sd.api.detokeniser import detokeniser
 from mirror_sd.api.tokenizer import Tokenizer
 from mirror_sd.config import Config
 from mirror_sd.engine import Engine
-from mirror_sd.errors import BY_CODE, InternalError, SetupError
+from mirror_sd.errors import BY_CODE, ContextLengthExceeded, InternalError, SetupError
 from mirror_sd.messages import Chunk, Failed, Finished, SamplingParams, SequenceUsage, Submit
 from mirror_sd.uir import tokenizer_files
+
+DEFAULT_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What to answer. `is_raw`: the text is continued as it is, without a chat template."""
+    """What to answer. `max_tokens` None: `DEFAULT_TOKENS`, or what the context leaves.
+
+    `is_raw`: the text is continued as it is, without a chat template.
+    """
 
     text: str
-    max_tokens: int
+    max_tokens: int | None
     temperature: float
     top_p: float
     top_k: int
@@ -76,8 +81,8 @@ def generate(config: Config, request: Request, show: Callable[[str], None]) -> S
         model=engine.model_name,
         prompt=tuple(prompt),
         params=SamplingParams(
-            max_tokens=min(request.max_tokens, max(engine.max_context - len(prompt), 1)),
-            seed=seed,
+            max_tokens=_max_tokens(request, len(prompt), engine.max_context),
+            seed=seed % 2**64,
             temperature=request.temperature,
             top_p=request.top_p,
             top_k=request.top_k,
@@ -91,6 +96,18 @@ def generate(config: Config, request: Request, show: Callable[[str], None]) -> S
         show(text.push(token))
     show(text.finish() + "\n")
     return summary
+
+
+def _max_tokens(request: Request, prompt: int, context: int) -> int:
+    room = max(context - prompt, 1)
+    if request.max_tokens is None:
+        return min(DEFAULT_TOKENS, room)
+    if request.max_tokens > room:
+        raise ContextLengthExceeded(
+            f"--max-tokens is {request.max_tokens}; after a prompt of {prompt} tokens the context"
+            f" of {context} leaves {room}"
+        )
+    return request.max_tokens
 
 
 def _prompt(tokenizer: Tokenizer, request: Request) -> list[int]:

@@ -92,6 +92,8 @@ class Worker:
         except Exception:  # noqa: BLE001 - logged, and the process ends
             _log.exception("this worker cannot go on; its sequences go back to the broker")
             status = ENGINE_BROKE
+            # First, so that the broker does not give them to this worker again.
+            self._start_drain()
         self._give_back_all()
         self.link.close(_FLUSH_S)
         return status
@@ -188,6 +190,9 @@ class Worker:
         for request_id in self._live:
             self._engine.abort(request_id)
         self._live.clear()
+        if self._stop_at is None:
+            # The drain was the wish of a broker that is gone; this process was not asked to stop.
+            self._is_draining = False
         self.link.forget_unsent()
         self.link.register_again()
 

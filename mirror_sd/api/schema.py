@@ -6,7 +6,7 @@ Fields of both (all but `model` optional; unknown fields are accepted and ignore
     n                     1..128: choices per prompt; `best_of` must equal it
     stop                  string or up to 4 strings, each of 1 to 1024 characters
     max_tokens            1..; `max_completion_tokens` is the same and wins
-    temperature           0..2, default 1; 0 is greedy
+    temperature           0..2, default 1; below 1e-5 is greedy
     top_p                 above 0, to 1
     top_k                 extension: 0 and -1 are off
     seed                  -2^63..2^64-1; negative ones are taken modulo 2^64

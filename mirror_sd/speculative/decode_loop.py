@@ -18,7 +18,7 @@ from mirror_sd.backends.protocol import Backend, Float32, RaggedBatch
 from mirror_sd.memory.block_pool import BlockPool, OutOfBlocks
 from mirror_sd.memory.prefix_cache import PrefixCache
 from mirror_sd.messages import Chunk, Failed, Finished
-from mirror_sd.speculative.sampler import InvalidLogits, token_logprob
+from mirror_sd.speculative.sampler import token_logprob
 from mirror_sd.speculative.sequence import Sequence
 from mirror_sd.speculative.verifier import Verdict, verify
 
@@ -189,15 +189,16 @@ class DecodeLoop:
             row += piece.rows
             try:
                 outputs.extend(self._advance(piece, own))
-            except InvalidLogits as error:
-                # One sequence's bad numbers must not harm the others.
-                logger.error("request %s: %s", piece.sequence.request_id, error)
-                self.retire(piece.sequence)
+            except Exception as error:
+                # What one sequence brings about must not harm the others, nor the next worker.
+                logger.exception("request %s failed", piece.sequence.request_id)
+                if piece.sequence in self.running:
+                    self.retire(piece.sequence)
                 outputs.append(
                     Failed(
                         request_id=piece.sequence.request_id,
                         code="internal_error",
-                        message=f"the model gave an invalid result: {error}",
+                        message=f"{type(error).__name__}: {error}",
                     )
                 )
         return outputs

@@ -22,6 +22,10 @@ Float64 = NDArray[np.float64]
 Int64 = NDArray[np.int64]
 
 
+# Below it logits are so far apart that noise decides nothing, and dividing by it overflows.
+GREEDY_BELOW = 1e-5
+
+
 class InvalidLogits(ArithmeticError):
     """The target gave NaN or infinity where a token must be chosen."""
 
@@ -33,13 +37,14 @@ class TokenChooser:
         self._params = params
         self._bias_ids = np.fromiter(params.logit_bias.keys(), dtype=np.int64)
         self._bias = np.fromiter(params.logit_bias.values(), dtype=np.float32)
+        self._is_greedy = params.temperature < GREEDY_BELOW
         self._penalised = bool(params.presence_penalty or params.frequency_penalty)
         self._counts: Counter[int] = Counter(completion if self._penalised else ())
 
     @property
     def is_plain_argmax(self) -> bool:
         """True if the token is the argmax of the raw logits."""
-        return self._params.temperature == 0.0 and not self._penalised and self._bias_ids.size == 0
+        return self._is_greedy and not self._penalised and self._bias_ids.size == 0
 
     def commit(self, token: int) -> None:
         if self._penalised:
@@ -51,7 +56,7 @@ class TokenChooser:
         Raises `InvalidLogits`.
         """
         row = self._adjusted(logits)
-        if self._params.temperature == 0.0:
+        if self._is_greedy:
             return checked_argmax(row)
         scaled = row.astype(np.float64) / self._params.temperature
         checked_argmax(scaled)
@@ -142,6 +147,6 @@ def _reachable(scaled: Float64, seed: int, position: int) -> Int64:
     Noise for all of a large vocabulary costs a millisecond; no token lower than a noisy lead by
     more than the largest possible noise can win, so it needs none.
     """
-    leaders = np.flatnonzero(scaled > scaled.max() - 2.0)[:1024]
+    leaders = np.flatnonzero(scaled >= scaled.max() - 2.0)[:1024]
     lead = float((scaled[leaders] + gumbel(seed, position, leaders)).max())
     return np.flatnonzero(scaled >= lead - MAX_GUMBEL)

@@ -12,7 +12,7 @@ import psutil
 
 from mirror_sd import model_store
 from mirror_sd.config import Config
-from mirror_sd.errors import ConfigError, SetupError
+from mirror_sd.errors import ConfigError, ModelError, SetupError
 from mirror_sd.model_store import ModelFiles
 
 # Sockets, logs, metrics and the tokenizer; a full disk would kill the metrics' memory maps.
@@ -70,8 +70,14 @@ def check_disk(directory: Path) -> None:
 
 
 def find_model(config: Config, report: Callable[[str], None]) -> ModelFiles:
-    """The model's files, pulled first where it is a registered one; raises `ModelError`."""
+    """The model's files; a registered one is pulled where it is missing or damaged.
+
+    Raises `ModelError`.
+    """
     ref = config.model.path
-    if any(model.name == ref and model.path is None for model in model_store.available()):
+    if ref not in model_store.REGISTERED:
+        return model_store.resolve(ref)
+    try:
+        return model_store.verify(ref)
+    except ModelError:
         return model_store.pull(ref, report)
-    return model_store.resolve(ref)

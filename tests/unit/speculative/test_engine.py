@@ -233,6 +233,23 @@ def test_bad_numbers_fail_one_sequence_and_spare_the_rest():
     assert isinstance(ends["bad"], Failed) and ends["bad"].code == "internal_error"
 
 
+def test_an_error_in_one_sequence_fails_it_alone(monkeypatch):
+    engine = make_engine()
+    good, bad = submit("good", (1, 2, 3), max_tokens=5), submit("bad", (4, 5), max_tokens=5)
+    expected = solo(good)
+    advance = engine._loop._advance
+
+    def break_one(piece, logits):
+        if piece.sequence.request_id == "bad":
+            raise ZeroDivisionError("of this test")
+        return advance(piece, logits)
+
+    monkeypatch.setattr(engine._loop, "_advance", break_one)
+    tokens, ends = run(engine, [good, bad])
+    assert tokens["good"] == expected
+    assert isinstance(ends["bad"], Failed) and not ends["bad"].retryable
+
+
 @pytest.mark.parametrize(
     ("item", "error", "says"),
     [

@@ -106,6 +106,21 @@ def test_ties_go_to_the_lower_token_in_every_mode():
     assert chosen == {0, 1, 2, 3}
 
 
+@pytest.mark.parametrize(
+    "temperature", [0.0, 5e-324, 1e-310, 1e-300, 1e-100, 1e-16, 1e-15, 1e-9, 1e-5, 1.1e-5, 1e-3]
+)
+@pytest.mark.parametrize("masks", [{}, {"top_k": 3}, {"top_p": 0.5}])
+def test_any_small_temperature_gives_the_most_likely_token(temperature, masks):
+    logits = np.random.default_rng(1).normal(0, 3, 100).astype(np.float32)
+    chooser = TokenChooser(params(temperature=temperature, seed=9, **masks))
+    assert chooser.choose(logits, 4) == int(logits.argmax())
+
+
+def test_logits_of_any_size_have_a_winner():
+    logits = np.array([3e38, -3e38, 1.0], dtype=np.float32)
+    assert TokenChooser(params(temperature=2e-5, seed=9)).choose(logits, 4) == 0
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_logits_that_are_not_numbers_are_an_error(temperature, value):

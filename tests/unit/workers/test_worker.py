@@ -231,6 +231,9 @@ def test_engine_that_breaks_gives_all_sequences_back_and_ends_the_worker(bench: 
     bench.broker.send(submit("innocent", max_tokens=10_000))
     bench.broker.next(Chunk)
     bench.broker.send(submit("poison", prompt=(POISON,)))
+    while not bench.broker.next(Heartbeat).draining:
+        pass
+    # After the beat: what is submitted again meanwhile goes to another worker.
     failed = [bench.broker.next(Failed) for _ in range(2)]
     assert {f.request_id for f in failed if isinstance(f, Failed)} == {"innocent", "poison"}
     assert all(isinstance(f, Failed) and f.retryable for f in failed)
@@ -295,6 +298,22 @@ def test_restarted_broker_hears_from_the_worker_again(bench: Bench) -> None:
     bench.broker.worker = b"w-1"
     bench.broker.send(Reset())
     assert isinstance(bench.broker.next(Register), Register)
+
+
+def test_worker_drained_by_a_broker_that_is_gone_serves_the_next_one(bench: Bench) -> None:
+    bench.start()
+    bench.broker.send(Drain())
+    while not bench.broker.next(Heartbeat).draining:
+        pass
+    bench.broker.send(Reset())
+    bench.broker.next(Register)
+    bench.broker.send(submit("new", max_tokens=3))
+    finished = bench.broker.next(Finished)
+    assert isinstance(finished, Finished)
+    assert finished.request_id == "new"
+    beat = bench.broker.next(Heartbeat)
+    assert isinstance(beat, Heartbeat)
+    assert not beat.draining
 
 
 def test_idle_worker_checks_its_blocks_once_and_uses_no_cpu(bench: Bench) -> None:
