@@ -222,7 +222,7 @@ def list_models() -> None:
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
 )
 def bench(context: typer.Context) -> None:
-    """Measure speed, memory and quality; `mirror-sd bench --help` lists the measurements."""
+    """Measure speed and exactness; `mirror-sd bench --help` lists the measurements."""
     import importlib.util
 
     if importlib.util.find_spec("mirror_sd.bench.cli") is None:

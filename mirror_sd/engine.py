@@ -7,6 +7,7 @@ offline `mirror-sd generate`.
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import time
 from collections import deque
@@ -25,6 +26,8 @@ from mirror_sd.speculative.decode_loop import DecodeLoop, Output
 from mirror_sd.speculative.length_controller import WindowController
 from mirror_sd.speculative.sampler import TokenChooser
 from mirror_sd.speculative.sequence import Sequence
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,6 +266,10 @@ def build(config: Config, device_class: str, threads: int | None = None) -> Engi
     if device_class not in pools:
         raise ConfigError(f"no pool {device_class!r}; configured are {', '.join(sorted(pools))}")
     pool = pools[device_class]
+    if device_class != "cpu" and pool.device == "cpu":
+        logger.warning(
+            "the pool %s computes on the CPU: pools.%s.device is cpu", device_class, device_class
+        )
     files = model_store.resolve(config.model.path)
     threads = threads or pool.threads or len(os.sched_getaffinity(0))
     for name, value in openmp.environment(threads).items():

@@ -61,6 +61,9 @@ def decode_command(
     as_json: AsJson = False,
 ) -> None:
     """Greedy decoding speed of the engine without HTTP, and of transformers beside it."""
+    wanted = drafters.split(",")
+    if not set(wanted) <= {"off", "lookup"} or against not in ("none", "transformers"):
+        raise typer.BadParameter("--drafters takes off, lookup; --against none, transformers")
     engine, tokenizer, chats, files = _prepare(overrides, dataset, limit)
     ids, stop = _encode(tokenizer, chats), tokenizer.facts.eos_token_ids
     precision = engine.capabilities.precision
@@ -75,7 +78,7 @@ def decode_command(
     report: dict[str, Any] = {"machine": machine.describe(), "runs": []}
     plain: list[list[int]] | None = None
     for turn in range(rounds):
-        for drafter in drafters.split(","):
+        for drafter in wanted:
             run = decode.run_engine(
                 engine,
                 ids,

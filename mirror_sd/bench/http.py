@@ -12,7 +12,7 @@ from mirror_sd.api.tokenizer import Tokenizer
 from mirror_sd.bench.decode import run_engine
 from mirror_sd.bench.prompts import Messages
 from mirror_sd.engine import Engine
-from mirror_sd.errors import InternalError
+from mirror_sd.errors import InternalError, SetupError
 
 
 def first_token_overhead(
@@ -73,5 +73,7 @@ def _stream_first(port: int, model: str, messages: Messages) -> float:
         if first is None:
             raise InternalError("the stream ended without text")
         return first
+    except OSError as error:
+        raise SetupError(f"no stack answers on port {port}: {error.strerror or error}") from error
     finally:
         connection.close()

@@ -23,6 +23,7 @@ _CANDIDATES = (
     "/usr/local/openresty/bin/openresty",
 )
 _MODULES = ("ndk_http_module.so", "ngx_http_lua_module.so")
+_GATEWAY_GRACE_S = 10
 _BODY_TIMEOUT_S = 30
 
 
@@ -104,7 +105,8 @@ def render(config: Config, run: RunDir, nginx: Nginx, error_log: Path) -> str:
         "classes": ",".join(config.pools),
         "max_body_bytes": str(config.server.max_body_bytes),
         "body_timeout_s": str(_BODY_TIMEOUT_S),
-        "request_timeout_s": str(math.ceil(config.server.request_timeout_s)),
+        # The gateway ends an overdue request itself, with the right error; nginx must not be first.
+        "request_timeout_s": str(math.ceil(config.server.request_timeout_s) + _GATEWAY_GRACE_S),
     }
     path = openresty / "nginx.conf.template"
     try:

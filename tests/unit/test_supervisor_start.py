@@ -92,7 +92,14 @@ def test_rendered_configuration_is_one_that_nginx_accepts(run: RunDir) -> None:
     claim.acquire()
     try:
         nginx = edge.find_nginx()
-        config = load(overrides=["server.port=18099", "server.host='::1'"], environ={})
+        config = load(
+            overrides=[
+                "server.port=18099",
+                "server.host='::1'",
+                "server.request_timeout_s=3",
+            ],
+            environ={},
+        )
         log = run_directory.logs(run) / "nginx.log"
         text = edge.render(config, run, nginx, log)
         (run.nginx / "nginx.conf").write_text(text)
@@ -100,6 +107,8 @@ def test_rendered_configuration_is_one_that_nginx_accepts(run: RunDir) -> None:
         done = subprocess.run([*spec.argv, "-t"], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr + log.read_text()
         assert "listen [::1]:18099;" in text
+        # Later than the gateway's own limit, which has the right error.
+        assert "proxy_read_timeout 13s;" in text
         assert f"unix:{run.gateway_socket(1)}" in text
     finally:
         claim.release()

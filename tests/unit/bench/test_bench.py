@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
+from typer.testing import CliRunner
 
 from mirror_sd.bench import exactness, prompts
+from mirror_sd.bench.cli import app
 from mirror_sd.bench.decode import run_engine
+from mirror_sd.bench.http import _stream_first
 from mirror_sd.config import EngineConfig, SpeculationConfig
 from mirror_sd.engine import Engine
-from mirror_sd.errors import ConfigError
+from mirror_sd.errors import ConfigError, SetupError
 from tests.unit.speculative.hash_target import HashTarget
 
 PROMPTS = [(1, 2, 3), (4, 5), (6, 7, 8, 9)]
+
+
+@pytest.fixture
+def unused_tcp_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def engine_on(target: HashTarget) -> Engine:
@@ -80,6 +92,17 @@ def test_a_bad_data_set_is_named_with_its_line(tmp_path, text, says):
     path.write_text(text)
     with pytest.raises(ConfigError, match=says):
         prompts.load(path)
+
+
+@pytest.mark.parametrize("wrong", [["--drafters", "of"], ["--against", "nobody"]])
+def test_an_unknown_drafter_or_peer_is_refused(wrong):
+    result = CliRunner().invoke(app, ["decode", *wrong])
+    assert result.exit_code == 2
+
+
+def test_a_port_without_a_stack_is_named(unused_tcp_port):
+    with pytest.raises(SetupError, match=f"no stack answers on port {unused_tcp_port}"):
+        _stream_first(unused_tcp_port, "m", [])
 
 
 def test_a_missing_data_set_is_named(tmp_path):
