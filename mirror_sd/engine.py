@@ -199,19 +199,13 @@ class Engine:
             sequence.computed = len(sequence.table) * self._cache.block_size
             needed = -(-len(sequence.tokens) // self._cache.block_size) - len(sequence.table)
             if needed > self._pool.free and self._loop.running:
-                self._drop_prefix(sequence)
+                self._loop.release(sequence)
                 return
             self._waiting.popleft()
             self._loop.running.append(sequence)
             if sequence.completion_tokens == len(sequence.submit.delivered):
                 sequence.cached_tokens = min(sequence.computed, len(sequence.submit.prompt))
             self._metrics.prefix_hits.inc(sequence.computed)
-
-    def _drop_prefix(self, sequence: Sequence) -> None:
-        for block in sequence.table:
-            self._pool.release(block)
-        sequence.table.clear()
-        sequence.computed = 0
 
     def _requeue_preempted(self) -> None:
         displaced = sorted(self._loop.preempted, key=lambda s: s.priority, reverse=True)

@@ -95,9 +95,10 @@ class DecodeLoop:
     def retire(self, sequence: Sequence) -> None:
         """Take a running sequence out and give back its blocks."""
         self.running.remove(sequence)
-        self._release(sequence)
+        self.release(sequence)
 
-    def _release(self, sequence: Sequence) -> None:
+    def release(self, sequence: Sequence) -> None:
+        """Give back the blocks of a sequence; its KV is computed again when it runs again."""
         for block in sequence.table:
             self._pool.release(block)
         sequence.table.clear()

@@ -7,7 +7,7 @@ import httpx
 import openai
 import pytest
 
-from tests.system.stack import Stack
+from tests.system.stack import Stack, started
 
 HERE = Path(__file__).parent
 
@@ -21,13 +21,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def stack() -> Iterator[Stack]:
     """One stack in fp32, where every answer is exact; tests that use it must not harm it."""
-    running = Stack(["pools.cpu.precision=fp32"])
-    try:
-        running.start()
+    with started(["pools.cpu.precision=fp32"]) as running:
         yield running
-        running.stop()
-    finally:
-        running.destroy()
 
 
 @pytest.fixture

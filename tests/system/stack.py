@@ -243,3 +243,15 @@ class Stack:
                 found.add(name)
                 seen[name] += value
         return found == busy and not any(seen.values())
+
+
+@contextlib.contextmanager
+def started(settings: Sequence[str]) -> Iterator[Stack]:
+    """A stack that runs within the block; that it leaves nothing behind is checked at its end."""
+    stack = Stack(settings)
+    try:
+        stack.start()
+        yield stack
+        stack.stop()
+    finally:
+        stack.destroy()

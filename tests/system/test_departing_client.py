@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from tests.system.stack import MODEL, Stack, until
+from tests.system.stack import MODEL, Stack, started, until
 
 STREAM = {"model": MODEL, "temperature": 0, "max_tokens": 1500, "stream": True}
 
@@ -16,13 +16,8 @@ STREAM = {"model": MODEL, "temperature": 0, "max_tokens": 1500, "stream": True}
 @pytest.fixture(scope="module")
 def narrow() -> Iterator[Stack]:
     """Two sequences at once, so that a third request waits."""
-    running = Stack(["scheduler.max_batch_size.CPU=2"])
-    try:
-        running.start()
+    with started(["scheduler.max_batch_size.CPU=2"]) as running:
         yield running
-        running.stop()
-    finally:
-        running.destroy()
 
 
 @contextlib.contextmanager

@@ -14,22 +14,17 @@ import psutil
 import pytest
 
 from tests.system.events import stream, text_of
-from tests.system.stack import MODEL, Stack, until
+from tests.system.stack import MODEL, Stack, started, until
 
 CLIENTS = 64
 
 
 @pytest.fixture(scope="module")
 def busy() -> Iterator[Stack]:
-    """A KV cache so small that sequences displace each other, and that all of it is soon in use:
-    untouched pages of a large one would look like growth."""
-    running = Stack(["pools.cpu.precision=fp32", "engine.kv_cache_mb=128"])
-    try:
-        running.start()
+    """A KV cache so small that all of it is soon in use: untouched pages of a large one would look
+    like growth."""
+    with started(["pools.cpu.precision=fp32", "engine.kv_cache_mb=128"]) as running:
         yield running
-        running.stop()
-    finally:
-        running.destroy()
 
 
 def prompts(count: int) -> list[dict[str, Any]]:

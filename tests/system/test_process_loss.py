@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from tests.system.events import events, text_of
-from tests.system.stack import MODEL, Stack, until
+from tests.system.stack import MODEL, Stack, started, until
 
 PROMPT = "The harbour master wrote in his diary every evening. On Monday he wrote:"
 GREEDY: dict[str, Any] = {"temperature": 0}
@@ -24,13 +24,8 @@ SEEDED: dict[str, Any] = {"temperature": 0.9, "seed": 77}
 @pytest.fixture(scope="module")
 def mortal() -> Iterator[Stack]:
     """A stack in fp32 of which every process may be killed."""
-    running = Stack(["pools.cpu.precision=fp32"])
-    try:
-        running.start()
+    with started(["pools.cpu.precision=fp32"]) as running:
         yield running
-        running.stop()
-    finally:
-        running.destroy()
 
 
 def body(sampling: dict[str, Any], max_tokens: int) -> dict[str, Any]:
