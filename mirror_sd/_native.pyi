@@ -1,0 +1,1 @@
+"""The optional C++ part; `python -m mirror_sd.backends.native.build_extension` builds it."""

@@ -1,0 +1,1 @@
+"""The CPU engine in C++ (`mirror_sd._native`)."""

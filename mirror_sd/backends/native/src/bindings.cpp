@@ -1,0 +1,14 @@
+// The entry of the extension `mirror_sd._native`; each part binds itself.
+#include <nanobind/nanobind.h>
+
+namespace nb = nanobind;
+
+void bind_sampling(nb::module_& m);
+
+NB_MODULE(_native, m) {
+    m.doc() = "The C++ part of mirror_sd: sampling.";
+#ifdef NDEBUG
+    nb::set_leak_warnings(false);
+#endif
+    bind_sampling(m);
+}
