@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 from mirror_sd import telemetry
 from mirror_sd.backends.protocol import Backend, Capabilities
-from mirror_sd.config import Config, EngineConfig, SpeculationConfig
-from mirror_sd.errors import ContextLengthExceeded, InvalidRequest
+from mirror_sd.config import Config, EngineConfig, PoolConfig, SpeculationConfig
+from mirror_sd.errors import ConfigError, ContextLengthExceeded, InvalidRequest
 from mirror_sd.memory.block_pool import BlockPool
 from mirror_sd.memory.prefix_cache import PrefixCache
 from mirror_sd.messages import Finished, SequenceUsage, Submit
@@ -247,40 +247,53 @@ class _EngineMetrics:
                 self._accepted_length.observe(length)
 
 
-def build(config: Config, device_class: str, threads: int | None = None) -> Engine:
-    """The engine that the configuration describes for a class; loads the model.
+def create_backend(config: Config, device_class: str, threads: int | None = None) -> Backend:
+    """The back end that the configuration describes for a class; loads the model.
 
     Raises `ConfigError` or `ModelError`.
     """
     from mirror_sd import model_store, openmp
     from mirror_sd.backends import registry
-    from mirror_sd.errors import ConfigError
 
-    pools = {str(name): pool for name, pool in config.pools.items()}
-    if device_class not in pools:
-        raise ConfigError(f"no pool {device_class!r}; configured are {', '.join(sorted(pools))}")
-    pool = pools[device_class]
+    pool = _pool(config, device_class)
     if device_class != "cpu" and pool.device == "cpu":
         logger.warning(
             "the pool %s computes on the CPU: pools.%s.device is cpu", device_class, device_class
         )
-    files = model_store.resolve(config.model.path)
     threads = threads or pool.threads or len(os.sched_getaffinity(0))
     for name, value in openmp.environment(threads).items():
         os.environ.setdefault(name, value)  # a pool has set them for its workers
-    backend = registry.create(
+    return registry.create(
         pool.engine,
-        files,
+        model_store.resolve(config.model.path),
         device=pool.device,
         precision=pool.precision,
         threads=threads,
         max_context=config.model.max_context,
     )
+
+
+def _pool(config: Config, device_class: str) -> PoolConfig:
+    pools = {str(name): pool for name, pool in config.pools.items()}
+    if device_class not in pools:
+        raise ConfigError(f"no pool {device_class!r}; configured are {', '.join(sorted(pools))}")
+    return pools[device_class]
+
+
+def build(config: Config, device_class: str, threads: int | None = None) -> Engine:
+    """The engine on `create_backend`, which says what is raised."""
+    return build_on(create_backend(config, device_class, threads), config, device_class)
+
+
+def build_on(backend: Backend, config: Config, device_class: str) -> Engine:
+    """The engine that the configuration describes for a class, on a back end loaded before."""
+    from mirror_sd import model_store
+
     return Engine(
         backend,
         config.engine,
         config.speculation,
-        model_name=config.model.served_name or files.name,
+        model_name=config.model.served_name or model_store.resolve(config.model.path).name,
         device_class=device_class,
         slots=config.scheduler.max_batch_size.of(device_class),
     )
