@@ -4,11 +4,14 @@
 #
 #   MIRROR_SD_PYTHON  the Python for .venv (3.11 or newer); default: the first found
 #   MIRROR_SD_TORCH   the requirement that installs torch; default below
+#   CXX               the C++ compiler; default: the first found of g++, clang++, c++
 
 root=${root:?is set by the script that sources this}
 venv="$root/.venv"
 stamp="$venv/.mirror-sd"
+native_stamp="$venv/.mirror-sd-native"
 torch="${MIRROR_SD_TORCH:-torch==2.13.0}"
+build_packages=('setuptools>=77' 'nanobind>=3.1') # as [build-system] of pyproject.toml
 run_packages=(nginx libnginx-mod-http-lua lua-resty-core lua-resty-lrucache lua-cjson
     libluajit2-5.1-2)
 test_packages=(lua-check lua-busted prometheus)
@@ -27,7 +30,11 @@ set_up() {
         return
     fi
     install_packages "$kind"
+    is_native_settled || install_compiler
     is_venv_ready "$kind" || install_venv "$kind"
+    is_native_settled || build_native
+    is_native_built || say "going on without the C++ engine; this tells why it is not built:" \
+        ".venv/bin/python -m mirror_sd.backends.native.build_extension"
 }
 
 has_command() { command -v "$1" >/dev/null 2>&1; }
@@ -60,13 +67,8 @@ install_packages() {
     [ "${#missing[@]}" -gt 0 ] || return 0
     has_command apt-get || die "these are missing, and this is no Debian: ${missing[*]}"
     local as_root=()
-    if [ "$(id -u)" -ne 0 ]; then
-        if ! has_command sudo || ! sudo -n true 2>/dev/null; then
-            die "no right to install packages; run once as root, then try again:" \
-                "apt-get install -y --no-install-recommends ${missing[*]}"
-        fi
-        as_root=(sudo -n)
-    fi
+    find_root || die "no right to install packages; run once as root, then try again:" \
+        "apt-get install -y --no-install-recommends ${missing[*]}"
     say "installing ${missing[*]}"
     forbid_services "${as_root[@]}"
     if ! apt_install "${as_root[@]}"; then
@@ -74,6 +76,12 @@ install_packages() {
         apt_install "${as_root[@]}" || die "apt-get could not install ${missing[*]}, see above"
     fi
     allow_services "${as_root[@]}"
+}
+
+# Sets $as_root of its caller to what makes a command run as root.
+find_root() {
+    [ "$(id -u)" -ne 0 ] || return 0
+    has_command sudo && sudo -n true 2>/dev/null && as_root=(sudo -n)
 }
 
 # Reads $missing of its caller.
@@ -163,8 +171,10 @@ install_venv() {
         say "installing Python packages; the first time takes minutes"
         # torch first, by itself: it alone decides which build of it is used.
         (cd "$root" &&
-            "$venv/bin/python" -m pip install --disable-pip-version-check "$torch" >&2 &&
-            "$venv/bin/python" -m pip install --disable-pip-version-check -e ".$extras" >&2) ||
+            "$venv/bin/python" -m pip install --disable-pip-version-check "$torch" \
+                "${build_packages[@]}" >&2 &&
+            "$venv/bin/python" -m pip install --disable-pip-version-check \
+                --no-build-isolation -e ".$extras" >&2) ||
             die "pip failed, see above; the next run goes on from here"
         fingerprint "$kind" >"$stamp.new"
         mv "$stamp.new" "$stamp"
@@ -176,4 +186,68 @@ install_venv() {
 is_venv_sound() {
     [ -x "$venv/bin/python" ] && "$venv/bin/python" -m pip --version >/dev/null 2>&1 || return
     [ ! -e "$stamp" ] || [ "$(head -n 1 "$stamp")" = "$root" ]
+}
+
+# The C++ part, mirror_sd._native. It is optional: nothing here ends the set-up.
+
+find_compiler() {
+    local candidate
+    for candidate in ${CXX:+"$CXX"} g++ clang++ c++; do
+        # shellcheck disable=SC2086 # CXX may hold arguments
+        has_command ${candidate%% *} && printf '%s\n' "$candidate" && return
+    done
+    return 1
+}
+
+has_python_headers() {
+    "$1" -c '
+import pathlib, sys, sysconfig
+sys.exit(not pathlib.Path(sysconfig.get_path("include"), "Python.h").exists())' 2>/dev/null
+}
+
+# What a build depends on; another one, or none, is made where it changed.
+native_fingerprint() {
+    (cd "$root" || exit
+        find_compiler || true
+        sha256sum mirror_sd/backends/native/build_extension.py \
+            mirror_sd/backends/native/src/* mirror_sd/speculative/src/*) | sha256sum
+}
+
+is_native_built() { compgen -G "$root/mirror_sd/_native*.so" >/dev/null; }
+
+# True if these sources were built, or could not be.
+is_native_settled() {
+    [ -e "$native_stamp" ] && [ "$(<"$native_stamp")" = "$(native_fingerprint) $(native_state)" ]
+}
+
+native_state() { if is_native_built; then echo built; else echo failed; fi; }
+
+install_compiler() {
+    local missing=() as_root=() python
+    python=$venv/bin/python
+    [ -x "$python" ] || python=$(find_python) || return 0
+    find_compiler >/dev/null || missing+=(g++)
+    has_python_headers "$python" ||
+        missing+=("python$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')-dev")
+    [ "${#missing[@]}" -gt 0 ] || return 0
+    if ! has_command apt-get || ! find_root; then
+        say "the C++ engine needs ${missing[*]}, which cannot be installed from here"
+        return 0
+    fi
+    say "installing ${missing[*]}"
+    apt_install "${as_root[@]}" && return
+    "${as_root[@]}" apt-get update >&2 && apt_install "${as_root[@]}" ||
+        say "could not install ${missing[*]}, see above; going on without"
+}
+
+build_native() {
+    if [ ! -w "$root/mirror_sd" ] || [ ! -w "$venv" ]; then
+        say "the C++ engine is not up to date, and there is no right to build it here"
+        return 0
+    fi
+    say "building the C++ engine"
+    "$venv/bin/python" -P "$root/mirror_sd/backends/native/build_extension.py" >&2 ||
+        rm -f "$root"/mirror_sd/_native*.so # it is of older sources
+    printf '%s %s\n' "$(native_fingerprint)" "$(native_state)" >"$native_stamp.new"
+    mv "$native_stamp.new" "$native_stamp"
 }
