@@ -1,42 +1,49 @@
-"""Decoding speed without HTTP: our engine, plain and speculative, and transformers beside it."""
+"""Decoding speed of our engine without HTTP, plain and speculative, in a process of its own."""
 
 from __future__ import annotations
 
-import resource
-import statistics
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import Any
 
+from mirror_sd.bench.peer_process import PeerProcess, engine_command
+from mirror_sd.bench.token_times import Answer, Rates, rates
 from mirror_sd.engine import Engine
 from mirror_sd.messages import Chunk, Failed, Finished, SamplingParams, SequenceUsage, Submit
 
 Prompt = tuple[int, ...]
+DRAFTERS = ("off", "lookup")
 
 
 @dataclass(slots=True)
 class Run:
-    """Token times (seconds, `time.perf_counter`) per prompt, in the order of the prompts."""
+    """Per prompt, in order: its tokens (a stop token left out), its times, its usage."""
 
+    streams: int
     tokens: list[list[int]]
-    first_s: list[float]
-    decode_s: float
-    decoded: int
-    usages: list[SequenceUsage]
+    starts: list[float]
+    times: list[list[float]]
+    usages: list[SequenceUsage] = field(default_factory=list)
 
-    def row(self) -> dict[str, Any]:
-        """The figures of `bench decode`; decoding speed counts from the first token on."""
+    @property
+    def answers(self) -> list[Answer]:
+        return [Answer(s, tuple(t)) for s, t in zip(self.starts, self.times, strict=True)]
+
+    @property
+    def first_s(self) -> list[float]:
+        """Seconds from handing a prompt over to its first token."""
+        return [times[0] - start for start, times in zip(self.starts, self.times, strict=True)]
+
+    def rates(self) -> Rates:
+        return rates(self.answers, self.streams)
+
+    def accepted_per_verify(self) -> float | None:
+        """Tokens that a sequence gained by each forward it took part in, its prompt's left out:
+        1 without drafts."""
         rounds = sum(usage.verify_rounds for usage in self.usages)
-        emitted = sum(len(tokens) for tokens in self.tokens)
-        speed = self.decoded / self.decode_s if self.decode_s else 0.0
-        return {
-            "tok_s": round(speed, 1),
-            "ms_per_token": round(1e3 / speed, 2) if speed else None,
-            "accepted_per_verify": round(emitted / rounds, 3) if rounds else None,
-            "ttft_ms": round(1e3 * statistics.mean(self.first_s), 1),
-            "tokens": emitted,
-        }
+        return round(sum(map(len, self.times)) / rounds, 3) if rounds else None
 
 
 def run_engine(
@@ -48,20 +55,18 @@ def run_engine(
     stop: tuple[int, ...],
     concurrency: int = 1,
     tag: str = "bench",
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Run:
-    """Greedy answers to `prompts`, `concurrency` at a time; the next wave starts when one ends."""
-    run = Run([[] for _ in prompts], [0.0] * len(prompts), 0.0, 0, [])
-    for start in range(0, len(prompts), concurrency):
-        wave = range(start, min(start + concurrency, len(prompts)))
-        begin = time.perf_counter()
-        for index in wave:
-            params = SamplingParams(
-                max_tokens=max_tokens,
-                seed=0,
-                temperature=0.0,
-                stop_token_ids=stop,
-                speculation=speculation,
-            )
+    """Greedy answers to `prompts`, `concurrency` at a time; a next one starts when one ends."""
+    params = SamplingParams(
+        max_tokens=max_tokens, seed=0, temperature=0.0, stop_token_ids=stop, speculation=speculation
+    )
+    run = Run(concurrency, [[] for _ in prompts], [], [[] for _ in prompts])
+    live = 0
+    while len(run.usages) < len(prompts):
+        while live < concurrency and len(run.starts) < len(prompts):
+            index = len(run.starts)
+            run.starts.append(clock())
             engine.add(
                 Submit(
                     request_id=f"{tag}-{index}",
@@ -70,99 +75,94 @@ def run_engine(
                     params=params,
                 )
             )
-        _drive(engine, run, begin, len(wave))
+            live += 1
+        outputs = engine.step()
+        now = clock()
+        for output in outputs:
+            live -= _note(run, output, now)
     return run
 
 
-def _drive(engine: Engine, run: Run, begin: float, count: int) -> None:
-    all_begun: float | None = None
-    begun = 0
-    now = begin
-    while engine.has_work:
-        outputs = engine.step()
-        now = time.perf_counter()
-        for output in outputs:
-            index = int(output.request_id.rpartition("-")[2])
-            if isinstance(output, Chunk):
-                if not run.tokens[index]:
-                    run.first_s[index] = now - begin
-                    begun += 1
-                if all_begun is not None:
-                    run.decoded += len(output.tokens)
-                run.tokens[index].extend(output.tokens)
-            elif isinstance(output, Finished):
-                run.usages.append(output.usage)
-            elif isinstance(output, Failed):
-                raise RuntimeError(f"{output.request_id}: {output.message}")
-        if all_begun is None and begun == count:
-            all_begun = now
-    if all_begun is not None:
-        run.decode_s += now - all_begun
+def _note(run: Run, output: Chunk | Finished | Failed, now: float) -> bool:
+    """Put down what a step gave; whether it ended its sequence."""
+    index = int(output.request_id.rpartition("-")[2])
+    if isinstance(output, Chunk):
+        run.tokens[index].extend(output.tokens)
+        run.times[index].extend([now] * len(output.tokens))
+        return False
+    if isinstance(output, Failed):
+        raise RuntimeError(f"{output.request_id}: {output.message}")
+    if output.reason == "stop":
+        run.times[index].append(now)
+    run.usages.append(output.usage)
+    return True
 
 
-class TransformersPeer:
-    """`transformers.generate`, greedy, one prompt at a time, on the same weights."""
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What `bench decode` measures: each drafter in each precision, in turn, `rounds` times."""
 
-    def __init__(self, model: Any, stop: tuple[int, ...]) -> None:
-        self._model = model
-        self._stop = stop
-
-    @classmethod
-    def load(cls, files: Any, precision: str, threads: int, stop: tuple[int, ...]) -> Any:
-        """`files` is a `model_store.ModelFiles`; precision "bf16" or "fp32"."""
-        import torch
-        from transformers import AutoModelForCausalLM
-
-        torch.set_num_threads(threads)
-        where = (
-            {"pretrained_model_name_or_path": files.path.parent, "gguf_file": files.path.name}
-            if files.format == "gguf"
-            else {"pretrained_model_name_or_path": files.path}
-        )
-        loaded = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
-        # A GGUF may come with packed weights, which are slower here: give it plain ones.
-        if hasattr(loaded.config, "quantization_config"):
-            del loaded.config.quantization_config
-        plain = type(loaded)(loaded.config)
-        plain.load_state_dict(loaded.state_dict())
-        plain.tie_weights()
-        dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[precision]
-        return cls(plain.to(dtype).eval(), stop)
-
-    def run(self, prompts: Sequence[Prompt], *, max_tokens: int) -> Run:
-        import torch
-        from transformers.generation.streamers import BaseStreamer
-
-        times: list[float] = []
-
-        class Clock(BaseStreamer):  # type: ignore[misc]
-            def put(self, value: Any) -> None:
-                times.append(time.perf_counter())
-
-            def end(self) -> None:
-                pass
-
-        run = Run([], [], 0.0, 0, [])
-        for prompt in prompts:
-            times.clear()
-            begin = time.perf_counter()
-            ids = torch.tensor([prompt])
-            out = self._model.generate(
-                input_ids=ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=max_tokens,
-                do_sample=False,
-                eos_token_id=list(self._stop),
-                pad_token_id=self._stop[0],
-                streamer=Clock(),
-            )
-            tokens = out[0, len(prompt) :].tolist()
-            run.tokens.append([t for t in tokens if t not in self._stop])
-            run.first_s.append(times[1] - begin)  # the first put is the prompt
-            run.decode_s += times[-1] - times[1]
-            run.decoded += len(times) - 2
-        return run
+    prompts: Sequence[Prompt]
+    stop: tuple[int, ...]
+    pool: str
+    overrides: Sequence[str]
+    precisions: Sequence[str]
+    drafters: Sequence[str]
+    max_tokens: int
+    concurrency: int
+    rounds: int
+    threads: int
 
 
-def peak_rss_mb() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+def measure(task: Task) -> list[dict[str, Any]]:
+    """A row for each run, in the order they were made.
+
+    Each precision has a process of its own, so that `peak_rss_mb`, the most since its start, is its
+    own. `identical_to_plain`: the tokens are those of the first run of that precision without
+    drafts; None where there is none.
+    """
+    rows = []
+    with ExitStack() as stack:
+        engines = [
+            stack.enter_context(PeerProcess(engine_command(), task.threads))
+            for _ in task.precisions
+        ]
+        for process, precision in zip(engines, task.precisions, strict=True):
+            _load(process, task, precision)
+        for _ in range(task.rounds):
+            for drafter in task.drafters:
+                rows += [
+                    {"drafter": drafter, **_decode(process, task, drafter)} for process in engines
+                ]
+    plain: dict[str, list[list[int]]] = {}
+    for row in rows:
+        if row["drafter"] == "off":
+            plain.setdefault(row["precision"], row["answers"])
+    for row in rows:
+        tokens, base = row.pop("answers"), plain.get(row["precision"])
+        row["identical_to_plain"] = None if base is None else tokens == base
+    return rows
+
+
+def _load(process: PeerProcess, task: Task, precision: str) -> None:
+    process.call(
+        "load",
+        overrides=[f"pools.{task.pool}.precision={precision}", *task.overrides],
+        threads=task.threads,
+        streams=task.concurrency,
+        stop=task.stop,
+    )
+    for drafter in task.drafters:
+        is_on = drafter != "off"
+        process.call("decode", prompts=task.prompts[:1], max_tokens=8, speculation=is_on)
+
+
+def _decode(process: PeerProcess, task: Task, drafter: str) -> dict[str, Any]:
+    row: dict[str, Any] = process.call(
+        "decode",
+        timeout_s=3600.0,
+        prompts=task.prompts,
+        max_tokens=task.max_tokens,
+        speculation=drafter != "off",
+    )
+    return row

@@ -1,0 +1,65 @@
+"""What the commands of `mirror-sd bench` have in common: options, prompts as ids, the report."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from mirror_sd.api.tokenizer import Tokenizer
+from mirror_sd.bench.prompts import Messages
+
+Dataset = Annotated[
+    Path | None, typer.Option(help="JSONL with `messages` in each line; default: built in.")
+]
+Limit = Annotated[int | None, typer.Option(min=1, help="Use only the first N conversations.")]
+MaxTokens = Annotated[int, typer.Option(min=1, help="Most new tokens of an answer.")]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", help="Configuration, as `pools.cpu.threads=2`.")
+]
+Rounds = Annotated[int, typer.Option(min=1, help="Turns; more than one is A B A B.")]
+Threads = Annotated[
+    int | None, typer.Option(min=1, help="Threads of each engine; default: the cores available.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+def thread_count(asked: int | None) -> int:
+    """The threads that an engine is given."""
+    return asked or len(os.sched_getaffinity(0))
+
+
+def one_of(text: str, allowed: tuple[str, ...], option: str) -> list[str]:
+    """The words of a comma list. Raises `typer.BadParameter` naming what is allowed."""
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if not words or not set(words) <= set(allowed):
+        raise typer.BadParameter(f"takes a comma list of {', '.join(allowed)}", param_hint=option)
+    return list(dict.fromkeys(words))
+
+
+def encode(tokenizer: Tokenizer, chats: list[Messages]) -> list[tuple[int, ...]]:
+    """The prompt ids of each conversation, by the model's chat template."""
+    return [
+        tuple(tokenizer.encode_chat([(m["role"], m["content"]) for m in chat])) for chat in chats
+    ]
+
+
+def show(report: dict[str, Any], as_json: bool) -> None:
+    """Print a report: one JSON object, or lines for a person."""
+    if as_json:
+        typer.echo(json.dumps(report))
+        return
+    for key, value in report.items():
+        if isinstance(value, list):
+            typer.echo(f"{key}: {len(value)}")
+            for row in value:
+                typer.echo("  " + "  ".join(f"{name}={item}" for name, item in row.items()))
+        elif isinstance(value, dict):
+            typer.echo(f"{key}:")
+            for name, item in value.items():
+                typer.echo(f"  {name}: {item}")
+        else:
+            typer.echo(f"{key}: {value}")
