@@ -11,7 +11,7 @@ from mirror_sd import config as configuration
 from mirror_sd import engine as engines
 from mirror_sd import model_store
 from mirror_sd.api.tokenizer import Tokenizer
-from mirror_sd.bench import decode, exactness, machine, prompts, quality
+from mirror_sd.bench import decode, exactness, machine, peers_command, prompts, quality
 from mirror_sd.bench import http as http_path
 from mirror_sd.bench.options import (
     AsJson,
@@ -30,6 +30,7 @@ from mirror_sd.engine import Engine
 from mirror_sd.offline import load_tokenizer
 
 app = typer.Typer(no_args_is_help=True, help="Measure speed and exactness on this machine.")
+app.command("peers")(peers_command.peers)
 
 
 def _prepare(
