@@ -4,11 +4,13 @@
 namespace nb = nanobind;
 
 void bind_sampling(nb::module_& m);
+void bind_decoder(nb::module_& m);
 
 NB_MODULE(_native, m) {
-    m.doc() = "The C++ part of mirror_sd: sampling.";
+    m.doc() = "The C++ part of mirror_sd: sampling and the decoder.";
 #ifdef NDEBUG
     nb::set_leak_warnings(false);
 #endif
     bind_sampling(m);
+    bind_decoder(m);
 }

@@ -1,0 +1,280 @@
+// Attention of one tile over a paged cache, without copies. Included inside an ISA's namespace.
+//
+// A block holds, per KV head and chunk of 16 keys: lines of keys [unit][16 keys] and lines of values
+// [key unit][16 dimensions], where a unit is four bytes: two bf16 of the contracted dimension, or
+// one fp32. Scores come out 16 keys a line and values 16 dimensions a line, both without shuffles.
+//
+// Keys are taken in segments of 16 chunks by absolute position. Each segment is a complete softmax;
+// segments are folded in order (Milakov, Gimelshein 2018; the split over threads is that of
+// flash-decoding, Dao et al. 2023). So the result of a query follows from its position alone.
+#pragma once
+
+constexpr float kMinusInfinity = -__builtin_inff();
+constexpr int kChunksPerSegment = kKeysPerSegment / kKeysPerChunk;
+constexpr int kQueriesAtOnce = MIRROR_SET >= 2 ? 8 : 4;
+constexpr int kLinesAtOnce = MIRROR_SET >= 2 ? 4 : 2;
+
+struct Scratch {
+    int32_t* queries;  // [kMaxQueries / 8][units][8]
+    float* scores;     // [kMaxQueries][kKeysPerSegment]
+    uint8_t* weights;  // [kMaxQueries][kKeysPerSegment] bf16 or fp32
+    float* values;     // [kMaxQueries][padded_dim]
+    float maximum[kMaxQueries];
+    float sum[kMaxQueries];
+};
+
+FORCE const uint8_t* chunk_at(const AttentionTile& t, int chunk) {
+    const int block = t.table[chunk / t.chunks_per_block];
+    const size_t chunk_bytes = static_cast<size_t>(t.units) * 128;
+    return t.cache + static_cast<size_t>(block) * t.block_bytes + t.head_offset +
+           static_cast<size_t>(chunk % t.chunks_per_block) * chunk_bytes;
+}
+
+FORCE int first_key(const AttentionTile& t, int chunk) {
+    return chunk / t.chunks_per_block * t.block_size +
+           chunk % t.chunks_per_block * kKeysPerChunk;
+}
+
+FORCE int chunk_of(const AttentionTile& t, int position) {
+    return position / t.block_size * t.chunks_per_block +
+           position % t.block_size / kKeysPerChunk;
+}
+
+struct Lanes {
+    int low, high;
+};
+
+// Which lanes of a chunk the query at `position` sees.
+FORCE Lanes visible(const AttentionTile& t, int chunk, int position) {
+    const int first = first_key(t, chunk);
+    const int in_block = t.block_size - chunk % t.chunks_per_block * kKeysPerChunk;
+    const int count = in_block < kKeysPerChunk ? in_block : kKeysPerChunk;
+    int high = position + 1 - first;
+    high = high < 0 ? 0 : high > count ? count : high;
+    int low = t.window > 0 ? position + 1 - t.window - first : 0;
+    low = low < 0 ? 0 : low > high ? high : low;
+    return {low, high};
+}
+
+template <bool fp32> FORCE F dot_unit(F acc, const void* line, int32_t value) {
+    return fp32 ? dot_fp32(acc, line, value) : dot_bf16(acc, line, value);
+}
+
+template <bool fp32, int queries>
+static void chunk_scores(const uint8_t* keys, const int32_t* q, int units, const uint8_t* next,
+                         float* out) {
+    F sum[queries];
+    for (int i = 0; i < queries; ++i) sum[i] = zero();
+    for (int unit = 0; unit < units; ++unit) {
+        prefetch(next + 64 * unit);
+#pragma GCC unroll 8
+        for (int i = 0; i < queries; ++i) {
+            sum[i] = dot_unit<fp32>(sum[i], keys + 64 * unit, q[8 * unit + i]);
+        }
+    }
+    for (int i = 0; i < queries; ++i) store(out + i * kKeysPerSegment, sum[i]);
+}
+
+template <bool fp32>
+FORCE void scores_of(const uint8_t* keys, const int32_t* q, int units, const uint8_t* next,
+                     int queries, float* out) {
+    for (; queries > 0; queries -= kQueriesAtOnce) {
+        switch (queries) {
+            case 1: return chunk_scores<fp32, 1>(keys, q, units, next, out);
+            case 2: return chunk_scores<fp32, 2>(keys, q, units, next, out);
+            case 3: return chunk_scores<fp32, 3>(keys, q, units, next, out);
+#if MIRROR_SET >= 2
+            case 4: return chunk_scores<fp32, 4>(keys, q, units, next, out);
+            case 5: return chunk_scores<fp32, 5>(keys, q, units, next, out);
+            case 6: return chunk_scores<fp32, 6>(keys, q, units, next, out);
+            case 7: return chunk_scores<fp32, 7>(keys, q, units, next, out);
+#endif
+            default: chunk_scores<fp32, kQueriesAtOnce>(keys, q, units, next, out);
+        }
+        q += kQueriesAtOnce;
+        out += kQueriesAtOnce * kKeysPerSegment;
+    }
+}
+
+// Softmax numerators of one query in place of its scores; returns their sum.
+template <bool fp32>
+FORCE float exponentials(const AttentionTile& t, int begin, int end, int position, float maximum,
+                         const float* scores, uint8_t* weights) {
+    F sum = zero();
+    for (int chunk = begin; chunk < end; ++chunk) {
+        const int at = chunk % kChunksPerSegment * kKeysPerChunk;
+        const Lanes lanes = visible(t, chunk, position);
+        F p = zero();
+        if (lanes.low < lanes.high) {
+            p = keep(exp2(sub(load(scores + at), set1(maximum))), lanes.low, lanes.high, zero());
+        }
+        if (fp32) {
+            store(reinterpret_cast<float*>(weights) + at, p);
+        } else {
+            const I rounded = to_bf16(p);
+            store_low16(reinterpret_cast<uint16_t*>(weights) + at, rounded);
+            p = floats(shift_left<16>(rounded));
+        }
+        sum = add(sum, p);
+    }
+    return reduce_add(sum);
+}
+
+template <bool fp32, int queries, int lines>
+static void weighted_values(const AttentionTile& t, int begin, int end, int line,
+                            const uint8_t* weights, float* out) {
+    constexpr int units = fp32 ? kKeysPerChunk : kKeysPerChunk / 2;
+    constexpr size_t row = static_cast<size_t>(kKeysPerSegment) * (fp32 ? 4 : 2);
+    const int lines_per_unit = t.padded_dim / 16;
+    F sum[queries][lines];
+    for (int i = 0; i < queries; ++i) {
+        for (int j = 0; j < lines; ++j) sum[i][j] = zero();
+    }
+    for (int chunk = begin; chunk < end; ++chunk) {
+        const uint8_t* values =
+            chunk_at(t, chunk) + static_cast<size_t>(t.units) * 64 + static_cast<size_t>(line) * 64;
+        const uint8_t* p = weights + static_cast<size_t>(chunk % kChunksPerSegment) * units * 4;
+        for (int unit = 0; unit < units; ++unit) {
+#pragma GCC unroll 4
+            for (int i = 0; i < queries; ++i) {
+                const int32_t weight = load32(p + i * row + 4 * unit);
+#pragma GCC unroll 4
+                for (int j = 0; j < lines; ++j) {
+                    sum[i][j] = dot_unit<fp32>(sum[i][j], values + 64 * j, weight);
+                }
+            }
+            values += static_cast<size_t>(lines_per_unit) * 64;
+        }
+    }
+    for (int i = 0; i < queries; ++i) {
+        for (int j = 0; j < lines; ++j) {
+            store(out + static_cast<size_t>(i) * t.padded_dim + 16 * (line + j), sum[i][j]);
+        }
+    }
+}
+
+template <bool fp32, int queries>
+FORCE void all_lines(const AttentionTile& t, int begin, int end, const uint8_t* weights,
+                     float* out) {
+    int line = 0;
+    const int total = t.padded_dim / 16;
+    for (; line + kLinesAtOnce <= total; line += kLinesAtOnce) {
+        weighted_values<fp32, queries, kLinesAtOnce>(t, begin, end, line, weights, out);
+    }
+    for (; line < total; ++line) {
+        weighted_values<fp32, queries, 1>(t, begin, end, line, weights, out);
+    }
+}
+
+template <bool fp32>
+FORCE void values_of(const AttentionTile& t, int begin, int end, const Scratch& scratch) {
+    constexpr int at_once = MIRROR_SET >= 2 ? 4 : 2;
+    constexpr size_t row = static_cast<size_t>(kKeysPerSegment) * (fp32 ? 4 : 2);
+    for (int q = 0; q < t.queries; q += at_once) {
+        const uint8_t* weights = scratch.weights + row * q;
+        float* out = scratch.values + static_cast<size_t>(q) * t.padded_dim;
+        switch (t.queries - q) {
+            case 1: all_lines<fp32, 1>(t, begin, end, weights, out); break;
+#if MIRROR_SET >= 2
+            case 2: all_lines<fp32, 2>(t, begin, end, weights, out); break;
+            case 3: all_lines<fp32, 3>(t, begin, end, weights, out); break;
+#endif
+            default: all_lines<fp32, at_once>(t, begin, end, weights, out);
+        }
+    }
+}
+
+static void fold(const AttentionState& segment, int queries, int padded_dim,
+                 AttentionState* state) {
+    for (int q = 0; q < queries; ++q) {
+        const float theirs = segment.maximum[q];
+        if (theirs == kMinusInfinity) continue;  // the query sees nothing of the segment
+        const float ours = state->maximum[q];
+        const float top = ours > theirs ? ours : theirs;
+        alignas(64) float shifts[16] = {ours - top, theirs - top};
+        store(shifts, exp2(load(shifts)));
+        const F before = set1(shifts[0]), after = set1(shifts[1]);
+        state->maximum[q] = top;
+        state->sum[q] = state->sum[q] * shifts[0] + segment.sum[q] * shifts[1];
+        float* to = state->values + static_cast<size_t>(q) * padded_dim;
+        const float* from = segment.values + static_cast<size_t>(q) * padded_dim;
+        for (int i = 0; i < padded_dim; i += 16) {
+            store(to + i, fma(load(from + i), after, mul(load(to + i), before)));
+        }
+    }
+}
+
+template <bool fp32>
+FORCE void segment(const AttentionTile& t, int index, Scratch& scratch) {
+    const int last_row = (t.queries - 1) / t.heads;
+    int begin = index * kChunksPerSegment;
+    int end = begin + kChunksPerSegment;
+    const int past = chunk_of(t, t.first_position + last_row) + 1;
+    if (end > past) end = past;
+    if (t.window > 0 && t.first_position + 1 > t.window) {
+        const int first = chunk_of(t, t.first_position + 1 - t.window);
+        if (begin < first) begin = first;
+    }
+    alignas(64) float maxima[kMaxQueries * 16];
+    for (int q = 0; q < t.queries; ++q) store(maxima + 16 * q, set1(kMinusInfinity));
+    for (int chunk = begin; chunk < end; ++chunk) {
+        const uint8_t* keys = chunk_at(t, chunk);
+        const uint8_t* next = chunk + 1 < end ? chunk_at(t, chunk + 1) : keys;
+        float* out = scratch.scores + chunk % kChunksPerSegment * kKeysPerChunk;
+        for (int q = 0; q < t.queries; q += 8) {
+            scores_of<fp32>(keys, scratch.queries + static_cast<size_t>(q) * t.units, t.units, next,
+                            t.queries - q < 8 ? t.queries - q : 8, out + q * kKeysPerSegment);
+        }
+        for (int q = 0; q < t.queries; ++q) {
+            const Lanes lanes = visible(t, chunk, t.first_position + q / t.heads);
+            float* at = out + q * kKeysPerSegment;
+            const F score = keep(mul(load(at), set1(t.scale)), lanes.low, lanes.high,
+                                 set1(kMinusInfinity));
+            store(at, score);
+            store(maxima + 16 * q, max(load(maxima + 16 * q), score));
+        }
+    }
+    constexpr size_t row = static_cast<size_t>(kKeysPerSegment) * (fp32 ? 4 : 2);
+    for (int q = 0; q < t.queries; ++q) {
+        const float maximum = reduce_max(load(maxima + 16 * q));
+        scratch.maximum[q] = maximum;
+        scratch.sum[q] = exponentials<fp32>(t, begin, end, t.first_position + q / t.heads, maximum,
+                                            scratch.scores + q * kKeysPerSegment,
+                                            scratch.weights + row * q);
+    }
+    if (begin < end) values_of<fp32>(t, begin, end, scratch);
+}
+
+FORCE void pack_queries(const AttentionTile& t, int32_t* out) {
+    for (int q = 0; q < t.queries; ++q) {
+        const uint8_t* from = t.query_rows[q / t.heads] +
+                              static_cast<size_t>(q % t.heads) * t.units * 4;
+        int32_t* to = out + static_cast<size_t>(q / 8) * t.units * 8 + q % 8;
+        for (int unit = 0; unit < t.units; ++unit) to[8 * unit] = load32(from + 4 * unit);
+    }
+}
+
+template <bool fp32>
+static void attend(const AttentionTile& t, Scratch& scratch, AttentionState* state) {
+    pack_queries(t, scratch.queries);
+    for (int q = 0; q < t.queries; ++q) {
+        state->maximum[q] = kMinusInfinity;
+        state->sum[q] = 0.0f;
+    }
+    const size_t size = static_cast<size_t>(t.queries) * t.padded_dim;
+    for (size_t i = 0; i < size; ++i) state->values[i] = 0.0f;
+    for (int index = t.segment_begin; index < t.segment_end; ++index) {
+        segment<fp32>(t, index, scratch);
+        fold({scratch.maximum, scratch.sum, scratch.values}, t.queries, t.padded_dim, state);
+    }
+}
+
+static void attention(const AttentionTile& t, bool fp32, AttentionState* state, uint8_t* memory) {
+    Scratch scratch;
+    const size_t dim = static_cast<size_t>(t.padded_dim);
+    scratch.queries = reinterpret_cast<int32_t*>(memory);
+    scratch.scores = reinterpret_cast<float*>(memory + kMaxQueries * dim * 4);
+    scratch.weights = reinterpret_cast<uint8_t*>(scratch.scores + kMaxQueries * kKeysPerSegment);
+    scratch.values = reinterpret_cast<float*>(scratch.weights + kMaxQueries * kKeysPerSegment * 4);
+    if (fp32) attend<true>(t, scratch, state); else attend<false>(t, scratch, state);
+}

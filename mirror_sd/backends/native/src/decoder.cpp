@@ -1,0 +1,505 @@
+#include "decoder.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <stdexcept>
+
+#include <sys/mman.h>
+
+#include "packing.h"
+
+namespace mirror {
+namespace {
+
+// Rows up to which a row phase is done by the thread that arrives last: a second barrier costs more.
+constexpr int kSerialRows = 2;
+constexpr int kPhasesPerLayer = 9;
+constexpr size_t kHugePage = size_t{2} << 20;
+
+int round_up(int value, int multiple) { return (value + multiple - 1) / multiple * multiple; }
+
+std::shared_ptr<uint8_t> map_zeroed(size_t bytes) {
+    const size_t size = (bytes + kHugePage - 1) / kHugePage * kHugePage;
+    void* p = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE,
+                   -1, 0);
+    if (p == MAP_FAILED) throw std::bad_alloc();
+    return {static_cast<uint8_t*>(p), [size](uint8_t* q) { munmap(q, size); }};
+}
+
+[[noreturn]] void fail(const std::string& message) { throw std::invalid_argument(message); }
+
+void check_range(const std::string& what, const int32_t* values, int count, int end) {
+    for (int i = 0; i < count; ++i) {
+        if (values[i] < 0 || values[i] >= end) {
+            fail(what + " " + std::to_string(values[i]) + " is outside 0.." +
+                 std::to_string(end - 1));
+        }
+    }
+}
+
+}  // namespace
+
+// Buffers of one forward; rows are padded to whole tiles.
+struct Decoder::Memory {
+    int tokens = 0;
+    std::vector<float> x, qkv, mixed, cosines, sines;
+    std::vector<uint8_t> queries;
+    std::vector<uint8_t> a_values, b_values, c_values;
+    std::vector<float> a_scales, b_scales, c_scales;
+    Tiles a{}, b{}, c{};  // inputs of: QKV, gate and up, head; output projection; down
+    std::vector<float> slots;
+    struct PerThread {
+        std::vector<float> row;
+        std::vector<uint8_t> scratch;
+        std::vector<float> state;
+    };
+    std::vector<PerThread> threads;
+};
+
+size_t attention_scratch_bytes(int padded_dim) {
+    const size_t dim = static_cast<size_t>(padded_dim);
+    return kMaxQueries * (dim * 4 + kKeysPerSegment * 4 + kKeysPerSegment * 4 + dim * 4);
+}
+
+Decoder::Decoder(Spec spec, const KernelTable& kernels, int threads, const std::vector<int>& cores)
+    : spec_(std::move(spec)),
+      kernels_(kernels),
+      team_(threads, cores),
+      layers_(static_cast<size_t>(spec_.layers)) {
+    heads_per_kv_ = spec_.heads / spec_.kv_heads;
+    if (heads_per_kv_ > kMaxQueries) {
+        fail("more than " + std::to_string(kMaxQueries) + " query heads share a KV head");
+    }
+    hidden_ = round_up(spec_.hidden_size, kGroup);
+    query_ = round_up(spec_.heads * spec_.head_dim, kGroup);
+    inner_ = round_up(spec_.intermediate_size, kGroup);
+    qkv_stride_ = round_up((spec_.heads + 2 * spec_.kv_heads) * spec_.head_dim, kStrip);
+    padded_dim_ = round_up(spec_.head_dim, kStrip);
+    unit_size_ = spec_.fp32_cache ? 1 : 2;
+    units_ = padded_dim_ / unit_size_;
+    memory_ = std::make_shared<Memory>();
+    memory_->threads.resize(static_cast<size_t>(threads));
+    for (auto& own : memory_->threads) {
+        own.row.assign(static_cast<size_t>(std::max(hidden_, query_)), 0.0f);
+        own.scratch.resize(attention_scratch_bytes(padded_dim_) + 64);
+        own.state.resize(static_cast<size_t>(kMaxQueries) * (2 + padded_dim_));
+    }
+    for (int i = 0; i < spec_.layers * kPhasesPerLayer + 3; ++i) phases_.emplace_back(threads);
+}
+
+void Decoder::check_weights() const {
+    auto matrix = [](const char* name, const Matrix& m, int outputs, int inputs) {
+        if (m.strips == nullptr) fail(std::string("the weights of ") + name + " are missing");
+        if (m.outputs != outputs || m.inputs != inputs) {
+            fail(std::string(name) + " is " + std::to_string(m.outputs) + " x " +
+                 std::to_string(m.inputs) + ", expected " + std::to_string(outputs) + " x " +
+                 std::to_string(inputs));
+        }
+    };
+    auto vector = [](const char* name, const std::vector<float>& v, int size, bool optional) {
+        if (v.empty() && optional) return;
+        if (v.size() != static_cast<size_t>(size)) {
+            fail(std::string(name) + " has " + std::to_string(v.size()) + " values, expected " +
+                 std::to_string(size));
+        }
+    };
+    const int query = spec_.heads * spec_.head_dim;
+    const int qkv = query + 2 * spec_.kv_heads * spec_.head_dim;
+    for (const Layer& layer : layers_) {
+        matrix("qkv", layer.qkv, qkv, spec_.hidden_size);
+        matrix("output", layer.output, spec_.hidden_size, query);
+        matrix("gate_up", layer.gate_up, 2 * inner_, spec_.hidden_size);
+        matrix("down", layer.down, spec_.hidden_size, spec_.intermediate_size);
+        vector("attention_norm", layer.attention_norm, hidden_, false);
+        vector("mlp_norm", layer.mlp_norm, hidden_, false);
+        vector("q_norm", layer.q_norm, spec_.head_dim, true);
+        vector("k_norm", layer.k_norm, spec_.head_dim, true);
+        vector("qkv_bias", layer.qkv_bias, qkv_stride_, true);
+        vector("output_bias", layer.output_bias, round_up(spec_.hidden_size, kStrip), true);
+    }
+    matrix("embedding", embedding_, spec_.vocab_size, spec_.hidden_size);
+    matrix("head", head_, spec_.vocab_size, spec_.hidden_size);
+    vector("final_norm", final_norm_, hidden_, false);
+}
+
+size_t Decoder::kv_bytes_per_block(int block_size) const {
+    const size_t chunks = static_cast<size_t>(round_up(block_size, kKeysPerChunk) / kKeysPerChunk);
+    return chunks * static_cast<size_t>(units_) * 128 * static_cast<size_t>(spec_.kv_heads) *
+           static_cast<size_t>(spec_.layers);
+}
+
+void Decoder::allocate_kv(int blocks, int block_size) {
+    if (blocks < 1 || block_size < 1) {
+        fail("cannot allocate " + std::to_string(blocks) + " blocks of " +
+             std::to_string(block_size) + " tokens");
+    }
+    chunks_per_block_ = round_up(block_size, kKeysPerChunk) / kKeysPerChunk;
+    block_bytes_ = kv_bytes_per_block(block_size) / static_cast<size_t>(spec_.layers);
+    cache_bytes_ = block_bytes_ * static_cast<size_t>(blocks) * static_cast<size_t>(spec_.layers);
+    cache_ = map_zeroed(cache_bytes_);
+    blocks_ = blocks;
+    block_size_ = block_size;
+}
+
+uint8_t* Decoder::cache_of(int layer, int block) const {
+    return cache_.get() +
+           (static_cast<size_t>(layer) * static_cast<size_t>(blocks_) + static_cast<size_t>(block)) *
+               block_bytes_;
+}
+
+void Decoder::check(const Batch& batch) const {
+    if (blocks_ == 0) fail("allocate_kv must come before the first forward");
+    const int sequences = static_cast<int>(batch.tables.size());
+    check_range("token id", batch.token_ids, batch.tokens, spec_.vocab_size);
+    check_range("position", batch.positions, batch.tokens, spec_.max_context);
+    check_range("logit row", batch.logit_rows, batch.rows, batch.tokens);
+    for (int i = 1; i < batch.rows; ++i) {
+        if (batch.logit_rows[i] <= batch.logit_rows[i - 1]) fail("logit rows must ascend");
+    }
+    if (sequences < 1 || batch.offsets[0] != 0 || batch.offsets[sequences] != batch.tokens) {
+        fail("sequence offsets must run from 0 to " + std::to_string(batch.tokens));
+    }
+    for (int i = 0; i < sequences; ++i) {
+        const int begin = batch.offsets[i], end = batch.offsets[i + 1];
+        if (end <= begin || end > batch.tokens) fail("every sequence must have a token");
+        for (int row = begin + 1; row < end; ++row) {
+            if (batch.positions[row] != batch.positions[row - 1] + 1) {
+                fail("positions must be consecutive within a sequence");
+            }
+        }
+        const int needed = batch.positions[end - 1] / block_size_ + 1;
+        const size_t at = static_cast<size_t>(i);
+        if (batch.table_lengths[at] < needed) {
+            fail("block table " + std::to_string(i) + " has " +
+                 std::to_string(batch.table_lengths[at]) + " blocks, needs " +
+                 std::to_string(needed));
+        }
+        check_range("block of table " + std::to_string(i), batch.tables[at], needed, blocks_);
+    }
+}
+
+void Decoder::reserve(int tokens) {
+    Memory& m = *memory_;
+    const int rows = round_up(tokens, kTile);
+    if (rows <= m.tokens) return;
+    const size_t count = static_cast<size_t>(rows);
+    m.x.assign(count * hidden_, 0.0f);
+    m.qkv.assign(count * qkv_stride_, 0.0f);
+    m.mixed.assign(count * query_, 0.0f);
+    m.cosines.assign(count * spec_.head_dim / 2, 0.0f);
+    m.sines.assign(count * spec_.head_dim / 2, 0.0f);
+    m.queries.assign(count * spec_.heads * units_ * 4, 0);
+    const size_t widest = static_cast<size_t>(*std::max_element(
+        kernels_.row_bytes, kernels_.row_bytes + (spec_.fp32_cache ? 4 : 3)));
+    auto tiles = [&](int width, std::vector<uint8_t>& values, std::vector<float>& scales) {
+        const int groups = width / kGroup;
+        values.assign(count * groups * widest, 0);
+        scales.assign(count * groups * 2, 0.0f);
+        return Tiles{values.data(), scales.data(), groups};
+    };
+    m.a = tiles(hidden_, m.a_values, m.a_scales);
+    m.b = tiles(query_, m.b_values, m.b_scales);
+    m.c = tiles(inner_, m.c_values, m.c_scales);
+    m.tokens = rows;
+}
+
+void Decoder::plan(const Batch& batch) {
+    const int rows_per_tile = std::max(1, std::min(kTile, kMaxQueries / heads_per_kv_));
+    tiles_.clear();
+    tasks_.clear();
+    tile_of_row_.assign(static_cast<size_t>(batch.tokens), 0);
+    for (int i = 0; i < static_cast<int>(batch.tables.size()); ++i) {
+        for (int row = batch.offsets[i]; row < batch.offsets[i + 1]; row += rows_per_tile) {
+            const int rows = std::min(rows_per_tile, batch.offsets[i + 1] - row);
+            for (int j = 0; j < rows; ++j) {
+                tile_of_row_[static_cast<size_t>(row + j)] = static_cast<int>(tiles_.size());
+            }
+            tiles_.push_back({i, row, rows});
+        }
+    }
+    const int count = static_cast<int>(tiles_.size()) * spec_.kv_heads;
+    const bool scarce = count < 4 * team_.size();
+    first_slot_.assign(static_cast<size_t>(count), -1);
+    segment_count_.assign(static_cast<size_t>(count), 0);
+    int slots = 0;
+    for (int tile = 0; tile < static_cast<int>(tiles_.size()); ++tile) {
+        const Tile& t = tiles_[static_cast<size_t>(tile)];
+        const int last = batch.positions[t.first_row + t.rows - 1];
+        const int chunk = last / block_size_ * chunks_per_block_ + last % block_size_ / kKeysPerChunk;
+        const int segments = chunk * kKeysPerChunk / kKeysPerSegment + 1;
+        for (int head = 0; head < spec_.kv_heads; ++head) {
+            const size_t at = static_cast<size_t>(tile * spec_.kv_heads + head);
+            segment_count_[at] = segments;
+            if (!scarce || segments == 1) {
+                tasks_.push_back({tile, head, 0, segments, -1});
+                continue;
+            }
+            first_slot_[at] = slots;
+            for (int s = 0; s < segments; ++s) tasks_.push_back({tile, head, s, s + 1, slots++});
+        }
+    }
+    const size_t slot_floats = static_cast<size_t>(kMaxQueries) * (2 + padded_dim_);
+    if (memory_->slots.size() < slots * slot_floats) memory_->slots.resize(slots * slot_floats);
+}
+
+void Decoder::forward(const Batch& batch, float* logits) {
+    check(batch);
+    reserve(std::max(batch.tokens, batch.rows));
+    plan(batch);
+    const int strips = head_.strip_count();
+    for (int i = 0; i < spec_.layers; ++i) {
+        const Layer& layer = layers_[static_cast<size_t>(i)];
+        const auto phases = phases_.begin() + i * kPhasesPerLayer;
+        phases[0].reset(batch.tokens);
+        phases[1].reset(layer.qkv.strip_count());
+        phases[2].reset(batch.tokens);
+        phases[3].reset(static_cast<int>(tasks_.size()));
+        phases[4].reset(batch.tokens);
+        phases[5].reset(layer.output.strip_count());
+        phases[6].reset(batch.tokens);
+        phases[7].reset(layer.gate_up.strip_count() / 4);
+        phases[8].reset(layer.down.strip_count());
+    }
+    const auto last = phases_.begin() + spec_.layers * kPhasesPerLayer;
+    last[0].reset(batch.tokens);
+    last[1].reset(batch.rows);
+    last[2].reset(batch.rows > 0 ? strips : 0);
+    team_.run([&](int thread) { run(thread, batch, logits); });
+}
+
+template <typename Work>
+void Decoder::for_rows(int thread, int rows, Ranges& ranges, const Work& work) {
+    if (rows <= kSerialRows) {
+        team_.barrier([&] {
+            for (int row = 0; row < rows; ++row) work(row);
+        });
+        return;
+    }
+    team_.barrier();
+    ranges.take(thread, work);
+    team_.barrier();
+}
+
+void Decoder::run(int thread, const Batch& batch, float* logits) {
+    Memory& m = *memory_;
+    const auto last = phases_.begin() + spec_.layers * kPhasesPerLayer;
+    for_rows(thread, batch.tokens, last[0], [&](int row) { embed(batch, row); });
+    for (int i = 0; i < spec_.layers; ++i) {
+        run_layer(thread, batch, i, phases_.begin() + i * kPhasesPerLayer);
+    }
+    for_rows(thread, batch.rows, last[1], [&](int row) {
+        const float* x = m.x.data() + static_cast<size_t>(batch.logit_rows[row]) * hidden_;
+        normalise_row(thread, final_norm_, x, row, head_.format);
+    });
+    const size_t stride = static_cast<size_t>(spec_.vocab_size);
+    last[2].take(thread, [&](int strip) {
+        kernels_.linear(head_, strip, m.a, batch.rows, logits, stride, false);
+    });
+}
+
+void Decoder::run_layer(int thread, const Batch& batch, int index, Phases phases) {
+    Memory& m = *memory_;
+    const Layer& layer = layers_[static_cast<size_t>(index)];
+    const int tokens = batch.tokens;
+    const size_t hidden = static_cast<size_t>(hidden_);
+    for_rows(thread, tokens, phases[0], [&](int row) {
+        normalise_row(thread, layer.attention_norm, m.x.data() + row * hidden, row,
+                      layer.qkv.format);
+    });
+    phases[1].take(thread, [&](int strip) {
+        kernels_.linear(layer.qkv, strip, m.a, tokens, m.qkv.data(),
+                        static_cast<size_t>(qkv_stride_), false);
+    });
+    for_rows(thread, tokens, phases[2], [&](int row) { rotate_and_cache(batch, index, row); });
+    phases[3].take(thread, [&](int task) {
+        attend(thread, batch, index, tasks_[static_cast<size_t>(task)]);
+    });
+    for_rows(thread, tokens, phases[4], [&](int row) {
+        join_segments(row);
+        kernels_.quantise(m.mixed.data() + static_cast<size_t>(row) * query_, row, m.b,
+                          layer.output.format);
+    });
+    phases[5].take(thread, [&](int strip) {
+        kernels_.linear(layer.output, strip, m.b, tokens, m.x.data(), hidden, true);
+    });
+    for_rows(thread, tokens, phases[6], [&](int row) {
+        normalise_row(thread, layer.mlp_norm, m.x.data() + row * hidden, row,
+                      layer.gate_up.format);
+    });
+    phases[7].take(thread, [&](int task) {
+        kernels_.gate_up(layer.gate_up, task, m.a, tokens, m.c, layer.down.format);
+    });
+    team_.barrier();
+    phases[8].take(thread, [&](int strip) {
+        kernels_.linear(layer.down, strip, m.c, tokens, m.x.data(), hidden, true);
+    });
+}
+
+void Decoder::normalise_row(int thread, const std::vector<float>& weight, const float* x, int row,
+                            Format format) {
+    float* y = memory_->threads[static_cast<size_t>(thread)].row.data();
+    kernels_.normalise(x, weight.data(), spec_.hidden_size, spec_.rms_eps, y);
+    kernels_.quantise(y, row, memory_->a, format);
+}
+
+void Decoder::embed(const Batch& batch, int row) {
+    Memory& m = *memory_;
+    unpack_row(embedding_, batch.token_ids[row], m.x.data() + static_cast<size_t>(row) * hidden_);
+    const int half = spec_.head_dim / 2;
+    const float position = static_cast<float>(batch.positions[row]);
+    for (int i = 0; i < half; ++i) {
+        const float angle = position * spec_.frequencies[static_cast<size_t>(i)];
+        const size_t at = static_cast<size_t>(row) * half + i;
+        m.cosines[at] = std::cos(angle) * spec_.rope_scale;
+        m.sines[at] = std::sin(angle) * spec_.rope_scale;
+    }
+}
+
+void Decoder::rotate_and_cache(const Batch& batch, int index, int row) {
+    Memory& m = *memory_;
+    const Layer& layer = layers_[static_cast<size_t>(index)];
+    const int dim = spec_.head_dim, half = dim / 2;
+    float* qkv = m.qkv.data() + static_cast<size_t>(row) * qkv_stride_;
+    const float* cosines = m.cosines.data() + static_cast<size_t>(row) * half;
+    const float* sines = m.sines.data() + static_cast<size_t>(row) * half;
+    for (int head = 0; head < spec_.heads + spec_.kv_heads; ++head) {
+        float* v = qkv + static_cast<size_t>(head) * dim;
+        const std::vector<float>& norm = head < spec_.heads ? layer.q_norm : layer.k_norm;
+        if (!norm.empty()) {
+            const float mean = kernels_.dot(v, v, dim) / static_cast<float>(dim);
+            const float scale = 1.0f / std::sqrt(mean + spec_.rms_eps);
+            for (int i = 0; i < dim; ++i) v[i] = v[i] * scale * norm[static_cast<size_t>(i)];
+        }
+        for (int i = 0; i < half; ++i) {
+            const float first = v[i], second = v[i + half];
+            v[i] = first * cosines[i] - second * sines[i];
+            v[i + half] = second * cosines[i] + first * sines[i];
+        }
+    }
+    uint8_t* queries = m.queries.data() + static_cast<size_t>(row) * spec_.heads * units_ * 4;
+    for (int head = 0; head < spec_.heads; ++head) {
+        const float* v = qkv + static_cast<size_t>(head) * dim;
+        uint8_t* to = queries + static_cast<size_t>(head) * units_ * 4;
+        if (spec_.fp32_cache) {
+            std::memcpy(to, v, static_cast<size_t>(dim) * 4);
+        } else {
+            kernels_.store_bf16(v, dim, reinterpret_cast<uint16_t*>(to));
+        }
+    }
+    const int sequence = tiles_[static_cast<size_t>(tile_of_row_[static_cast<size_t>(row)])].sequence;
+    const int position = batch.positions[row];
+    const int slot = position % block_size_;
+    const int lane = slot % kKeysPerChunk;
+    const bool last = row + 1 == batch.offsets[sequence + 1];
+    uint8_t* block = cache_of(
+        index, batch.tables[static_cast<size_t>(sequence)][position / block_size_]);
+    const size_t chunk_bytes = static_cast<size_t>(units_) * 128;
+    const size_t lines = static_cast<size_t>(padded_dim_ / 16);
+    for (int head = 0; head < spec_.kv_heads; ++head) {
+        uint8_t* keys = block + static_cast<size_t>(head * chunks_per_block_ + slot / kKeysPerChunk) *
+                                    chunk_bytes;
+        uint8_t* values = keys + chunk_bytes / 2;
+        const float* k = qkv + static_cast<size_t>(spec_.heads + head) * dim;
+        const float* v = k + static_cast<size_t>(spec_.kv_heads) * dim;
+        if (spec_.fp32_cache) {
+            for (int i = 0; i < dim; ++i) {
+                std::memcpy(keys + i * 64 + lane * 4, k + i, 4);
+                std::memcpy(values + (static_cast<size_t>(lane) * lines + i / 16) * 64 + i % 16 * 4,
+                            v + i, 4);
+            }
+            continue;
+        }
+        uint16_t k16[512], v16[512];
+        kernels_.store_bf16(k, dim, k16);
+        kernels_.store_bf16(v, dim, v16);
+        for (int i = 0; i < dim; ++i) {
+            std::memcpy(keys + i / 2 * 64 + lane * 4 + i % 2 * 2, k16 + i, 2);
+            uint8_t* to = values + (static_cast<size_t>(lane / 2) * lines + i / 16) * 64 + i % 16 * 4;
+            std::memcpy(to + lane % 2 * 2, v16 + i, 2);
+            // The pair's other key will be read with weight zero; what an earlier user of the block
+            // left there may be a NaN.
+            if (last && lane % 2 == 0) std::memset(to + 2, 0, 2);
+        }
+    }
+}
+
+AttentionState Decoder::slot_state(int slot) {
+    float* at = memory_->slots.data() +
+                static_cast<size_t>(slot) * kMaxQueries * static_cast<size_t>(2 + padded_dim_);
+    return {at, at + kMaxQueries, at + 2 * kMaxQueries};
+}
+
+void Decoder::attend(int thread, const Batch& batch, int layer, const AttentionTask& task) {
+    Memory& m = *memory_;
+    auto& own = m.threads[static_cast<size_t>(thread)];
+    const Tile& tile = tiles_[static_cast<size_t>(task.tile)];
+    const uint8_t* rows[kTile];
+    const size_t head_bytes = static_cast<size_t>(units_) * 4;
+    for (int i = 0; i < tile.rows; ++i) {
+        rows[i] = m.queries.data() +
+                  (static_cast<size_t>(tile.first_row + i) * spec_.heads +
+                   static_cast<size_t>(task.kv_head) * heads_per_kv_) * head_bytes;
+    }
+    AttentionTile t;
+    t.cache = cache_of(layer, 0);
+    t.table = batch.tables[static_cast<size_t>(tile.sequence)];
+    t.block_bytes = block_bytes_;
+    t.head_offset = static_cast<size_t>(task.kv_head) * chunks_per_block_ * units_ * 128;
+    t.chunks_per_block = chunks_per_block_;
+    t.block_size = block_size_;
+    t.units = units_;
+    t.head_dim = spec_.head_dim;
+    t.padded_dim = padded_dim_;
+    t.queries = tile.rows * heads_per_kv_;
+    t.heads = heads_per_kv_;
+    t.first_position = batch.positions[tile.first_row];
+    t.window = spec_.windows[static_cast<size_t>(layer)];
+    t.segment_begin = task.segment_begin;
+    t.segment_end = task.segment_end;
+    t.scale = 1.44269504f / std::sqrt(static_cast<float>(spec_.head_dim));
+    t.query_rows = rows;
+    float* state = own.state.data();
+    AttentionState into = task.slot >= 0
+                              ? slot_state(task.slot)
+                              : AttentionState{state, state + kMaxQueries, state + 2 * kMaxQueries};
+    uint8_t* scratch = own.scratch.data();
+    scratch += (64 - reinterpret_cast<uintptr_t>(scratch) % 64) % 64;
+    kernels_.attention(t, spec_.fp32_cache, &into, scratch);
+    if (task.slot < 0) finish_rows(tile, task.kv_head, into);
+}
+
+void Decoder::finish_rows(const Tile& tile, int kv_head, const AttentionState& state) {
+    const size_t dim = static_cast<size_t>(spec_.head_dim);
+    for (int q = 0; q < tile.rows * heads_per_kv_; ++q) {
+        const size_t row = static_cast<size_t>(tile.first_row + q / heads_per_kv_);
+        const size_t head = static_cast<size_t>(kv_head * heads_per_kv_ + q % heads_per_kv_);
+        float* to = memory_->mixed.data() + row * query_ + head * dim;
+        const float* from = state.values + static_cast<size_t>(q) * padded_dim_;
+        for (size_t i = 0; i < dim; ++i) to[i] = from[i] / state.sum[q];
+    }
+}
+
+// The split segments of one row, in order, folded as an undivided task folds them.
+void Decoder::join_segments(int row) {
+    const int index = tile_of_row_[static_cast<size_t>(row)];
+    const Tile& tile = tiles_[static_cast<size_t>(index)];
+    std::vector<float> memory;
+    for (int head = 0; head < spec_.kv_heads; ++head) {
+        const size_t at = static_cast<size_t>(index * spec_.kv_heads + head);
+        if (first_slot_[at] < 0) continue;
+        const int first = (row - tile.first_row) * heads_per_kv_;
+        const size_t offset = static_cast<size_t>(first) * padded_dim_;
+        AttentionState total = slot_state(first_slot_[at]);
+        total = {total.maximum + first, total.sum + first, total.values + offset};
+        for (int s = 1; s < segment_count_[at]; ++s) {
+            const AttentionState part = slot_state(first_slot_[at] + s);
+            kernels_.fold({part.maximum + first, part.sum + first, part.values + offset},
+                          heads_per_kv_, padded_dim_, &total);
+        }
+        finish_rows({tile.sequence, row, 1}, head, total);
+    }
+}
+
+}  // namespace mirror

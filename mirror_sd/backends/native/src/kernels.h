@@ -1,0 +1,103 @@
+// The functions that exist once per instruction set, and the layouts they share.
+//
+// Weights: strips of 16 outputs. A strip is a sequence of groups of 32 inputs:
+//   u8:   8 lines of [16 outputs][4 inputs] bytes, then 16 scales and 16 minima in fp16 (576 bytes);
+//         weight = (scale * u + minimum) * multiplier, `multiplier` one power of two per matrix
+//   bf16: 16 lines of [16 outputs][2 inputs] (1024 bytes)
+//   fp32: 32 lines of [16 outputs] (2048 bytes)
+// Activations: tiles of 8 rows, [tile][group][8 rows][group bytes], beside them [tile][group][8][2]
+// floats: the group's scale and the sum of its dequantised values.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace mirror {
+
+constexpr int kGroup = 32;
+constexpr int kStrip = 16;
+constexpr int kTile = 8;
+constexpr int kKeysPerChunk = 16;
+constexpr int kKeysPerSegment = 256;
+constexpr int kMaxQueries = 32;  // rows x heads of an attention tile
+
+// How a matrix multiplies: weights and activations together.
+enum Format { kInt8 = 0, kInt16 = 1, kBf16 = 2, kFp32 = 3, kFormats = 4 };
+
+constexpr size_t strip_group_bytes(Format format) {
+    return format == kBf16 ? 1024 : format == kFp32 ? 2048 : 576;
+}
+
+// Rows of activations in the layout above.
+struct Tiles {
+    uint8_t* values;
+    float* scales;
+    int groups;
+};
+
+struct Matrix {
+    const uint8_t* strips = nullptr;
+    const float* bias = nullptr;  // [strips * 16] or none
+    int outputs = 0;
+    int inputs = 0;
+    int groups = 0;  // of inputs
+    float multiplier = 1.0f;
+    Format format = kFp32;
+    int strip_count() const { return (outputs + kStrip - 1) / kStrip; }
+    size_t strip_bytes() const { return strip_group_bytes(format) * static_cast<size_t>(groups); }
+};
+
+// One attention tile: queries of one sequence and one KV head.
+struct AttentionTile {
+    const uint8_t* cache;      // of the layer
+    const int32_t* table;      // block ids of the sequence
+    size_t block_bytes;        // one block of one layer
+    size_t head_offset;        // of the KV head within a block
+    int chunks_per_block;
+    int block_size;
+    int units;                 // 64-byte lines of keys in a chunk: padded head_dim / unit size
+    int head_dim;
+    int padded_dim;
+    int queries;               // <= kMaxQueries; query q belongs to row q / heads
+    int heads;                 // query heads that share the KV head
+    int first_position;        // of the first row
+    int window;                // tokens a query sees, or 0 for all
+    int segment_begin;         // segments of kKeysPerSegment keys
+    int segment_end;
+    float scale;               // of the scores, times log2(e)
+    const uint8_t* const* query_rows;  // [rows] -> units of `heads` queries, padded_dim each
+};
+
+// Running softmax state of one query: maximum, sum, accumulated values.
+struct AttentionState {
+    float* maximum;  // [queries]
+    float* sum;      // [queries]
+    float* values;   // [queries][padded_dim]
+};
+
+struct KernelTable {
+    const char* name;
+    // Bytes of one group of 32 activations of a row.
+    int row_bytes[kFormats];
+
+    // y[row][strip * 16 ...] (=, or += if `accumulate`) matrix x rows, `stride` floats a row.
+    void (*linear)(const Matrix&, int strip, const Tiles& x, int rows, float* y, size_t stride,
+                   bool accumulate);
+    // One group of 32 outputs of silu(gate) * up, quantised into `out` as group `task`. The matrix
+    // holds strips in the order gate, up, gate, up.
+    void (*gate_up)(const Matrix&, int task, const Tiles& x, int rows, const Tiles& out,
+                    Format out_format);
+    void (*normalise)(const float* x, const float* weight, int size, float eps, float* y);
+    void (*quantise)(const float* x, int row, const Tiles& out, Format format);
+    // scratch: at least attention_scratch_bytes.
+    void (*attention)(const AttentionTile&, bool fp32, AttentionState* state, uint8_t* scratch);
+    // Folds segment states, in order, into `state`.
+    void (*fold)(const AttentionState& segment, int queries, int padded_dim, AttentionState* state);
+    void (*store_bf16)(const float* x, int count, uint16_t* y);
+    float (*dot)(const float* a, const float* b, int count);
+    uint64_t (*read)(const uint8_t* p, size_t bytes);
+};
+
+size_t attention_scratch_bytes(int padded_dim);
+
+}  // namespace mirror

@@ -1,0 +1,213 @@
+// Matrix products over strips of 16 outputs. Included inside an ISA's namespace.
+//
+// A row's sum is built the same way whatever the number of rows: per group of 32 inputs a partial
+// sum from zero, then one or two fused multiply-adds into the row's accumulator, groups ascending.
+// That is what makes a row independent of its batch, and it leaves enough independent chains (the
+// groups) for one row to hide the latency of the products.
+#pragma once
+
+#if MIRROR_SET >= 2
+constexpr int kRowsAtOnce = 8;
+#else
+constexpr int kRowsAtOnce = 2;
+#endif
+// Distance of the software prefetch; the hardware's own stops at each 4 KB page.
+constexpr size_t kAhead = 4096;
+
+template <Format format, int rows> struct Products;
+
+#if MIRROR_SET == 3
+template <int rows> struct Products<kInt8, rows> {
+    FORCE void group(const uint8_t* w, const uint8_t* x, I* sum) {
+        for (int m = 0; m < rows; ++m) sum[m] = izero();
+#pragma GCC unroll 8
+        for (int line = 0; line < 8; ++line) {
+            const I weights = iload(w + 64 * line);
+#pragma GCC unroll 8
+            for (int m = 0; m < rows; ++m) {
+                sum[m] = _mm512_dpbusd_epi32(sum[m], weights, iset1(load32(x + 32 * m + 4 * line)));
+            }
+        }
+    }
+};
+template <int rows> struct Products<kInt16, rows> {
+    FORCE void group(const uint8_t* w, const uint8_t* x, I* sum) {
+        I low[rows];
+        for (int m = 0; m < rows; ++m) sum[m] = low[m] = izero();
+#pragma GCC unroll 8
+        for (int line = 0; line < 8; ++line) {
+            const I weights = iload(w + 64 * line);
+#pragma GCC unroll 8
+            for (int m = 0; m < rows; ++m) {
+                const uint8_t* at = x + 64 * m + 4 * line;
+                sum[m] = _mm512_dpbusd_epi32(sum[m], weights, iset1(load32(at)));
+                low[m] = _mm512_dpbusd_epi32(low[m], weights, iset1(load32(at + 32)));
+            }
+        }
+        for (int m = 0; m < rows; ++m) sum[m] = iadd(shift_left<8>(sum[m]), low[m]);
+    }
+};
+#else
+template <int rows> struct Products<kInt16, rows> {
+    FORCE void group(const uint8_t* w, const uint8_t* x, I* sum) {
+        for (int m = 0; m < rows; ++m) sum[m] = izero();
+        for (int line = 0; line < 8; ++line) {
+            const I weights = iload(w + 64 * line);
+            const I even = iand(weights, iset1(0x00ff00ff));
+            const I odd = shift_right16<8>(weights);
+#pragma GCC unroll 8
+            for (int m = 0; m < rows; ++m) {
+                const uint8_t* at = x + 64 * m + 8 * line;
+                sum[m] = iadd(sum[m], madd16(even, iset1(load32(at))));
+                sum[m] = iadd(sum[m], madd16(odd, iset1(load32(at + 4))));
+            }
+        }
+    }
+};
+template <int rows> struct Products<kInt8, rows> : Products<kInt16, rows> {};
+#endif
+
+template <Format format, int rows>
+FORCE void integer_tile(const uint8_t* w, const uint8_t* x, const float* scales, int groups, F* y) {
+    for (int m = 0; m < rows; ++m) y[m] = zero();
+    for (int group = 0; group < groups; ++group) {
+        for (int line = 0; line < 9; ++line) prefetch(w + kAhead + 64 * line);
+        I sum[rows];
+        Products<format, rows>::group(w, x, sum);
+        const F scale = from_fp16(reinterpret_cast<const uint16_t*>(w + 512));
+        const F minimum = from_fp16(reinterpret_cast<const uint16_t*>(w + 544));
+#pragma GCC unroll 8
+        for (int m = 0; m < rows; ++m) {
+            const F part = mul(to_float(sum[m]), set1(scales[2 * m]));
+            y[m] = fma(part, scale, y[m]);
+            y[m] = fma(minimum, set1(scales[2 * m + 1]), y[m]);
+        }
+        w += 576;
+        x += kTile * kRowBytes[format];
+        scales += kTile * 2;
+    }
+}
+
+template <Format format, int rows>
+FORCE void float_tile(const uint8_t* w, const uint8_t* x, int groups, F* y) {
+    constexpr int lines = format == kBf16 ? 16 : 32;
+    for (int m = 0; m < rows; ++m) y[m] = zero();
+    for (int group = 0; group < groups; ++group) {
+        F sum[rows];
+        for (int m = 0; m < rows; ++m) sum[m] = zero();
+#pragma GCC unroll 16
+        for (int line = 0; line < lines; ++line) {
+            prefetch(w + kAhead + 64 * line);
+#pragma GCC unroll 8
+            for (int m = 0; m < rows; ++m) {
+                const int32_t value = load32(x + kRowBytes[format] * m + 4 * line);
+                sum[m] = format == kBf16 ? dot_bf16(sum[m], w + 64 * line, value)
+                                         : dot_fp32(sum[m], w + 64 * line, value);
+            }
+        }
+        for (int m = 0; m < rows; ++m) y[m] = add(y[m], sum[m]);
+        w += 64 * lines;
+        x += kTile * kRowBytes[format];
+    }
+}
+
+template <Format format, int rows>
+static void tile(const uint8_t* w, const uint8_t* x, const float* scales, int groups, float* out) {
+    F y[rows];
+    if constexpr (format == kInt8 || format == kInt16) {
+        integer_tile<format, rows>(w, x, scales, groups, y);
+    } else {
+        float_tile<format, rows>(w, x, groups, y);
+    }
+    for (int m = 0; m < rows; ++m) store(out + 16 * m, y[m]);
+}
+
+template <Format format>
+FORCE void tile_rows(const uint8_t* w, const uint8_t* x, const float* scales, int groups, int rows,
+                     float* out) {
+#if MIRROR_SET >= 2
+    switch (rows) {
+        case 1: return tile<format, 1>(w, x, scales, groups, out);
+        case 2: return tile<format, 2>(w, x, scales, groups, out);
+        case 3: return tile<format, 3>(w, x, scales, groups, out);
+        case 4: return tile<format, 4>(w, x, scales, groups, out);
+        case 5: return tile<format, 5>(w, x, scales, groups, out);
+        case 6: return tile<format, 6>(w, x, scales, groups, out);
+        case 7: return tile<format, 7>(w, x, scales, groups, out);
+        default: return tile<format, 8>(w, x, scales, groups, out);
+    }
+#else
+    for (; rows >= 2; rows -= 2, x += 2 * kRowBytes[format], scales += 4, out += 32) {
+        tile<format, 2>(w, x, scales, groups, out);
+    }
+    if (rows == 1) tile<format, 1>(w, x, scales, groups, out);
+#endif
+}
+
+// Sums of one strip for the rows of one tile, before multiplier and bias: out[row][16].
+static void strip_tile(const Matrix& a, int strip, const Tiles& x, int tile_index, int rows,
+                       float* out) {
+    const uint8_t* w = a.strips + static_cast<size_t>(strip) * a.strip_bytes();
+    const size_t at = static_cast<size_t>(tile_index) * a.groups * kTile;
+    const uint8_t* values = x.values + at * kRowBytes[a.format];
+    const float* scales = x.scales + at * 2;
+    switch (a.format) {
+        case kInt8: return tile_rows<kInt8>(w, values, scales, a.groups, rows, out);
+        case kInt16: return tile_rows<kInt16>(w, values, scales, a.groups, rows, out);
+        case kBf16: return tile_rows<kBf16>(w, values, scales, a.groups, rows, out);
+        default: return tile_rows<kFp32>(w, values, scales, a.groups, rows, out);
+    }
+}
+
+FORCE int smaller(int a, int b) { return a < b ? a : b; }
+
+static void linear(const Matrix& a, int strip, const Tiles& x, int rows, float* y, size_t stride,
+                   bool accumulate) {
+    alignas(64) float out[kTile * kStrip];
+    const F multiplier = set1(a.multiplier);
+    const F bias = a.bias ? load(a.bias + strip * kStrip) : zero();
+    const int width = smaller(kStrip, a.outputs - strip * kStrip);
+    y += strip * kStrip;
+    for (int first = 0; first < rows; first += kTile) {
+        const int count = smaller(kTile, rows - first);
+        strip_tile(a, strip, x, first / kTile, count, out);
+        for (int m = 0; m < count; ++m) {
+            const F value = fma(load(out + 16 * m), multiplier, bias);
+            float* to = y + static_cast<size_t>(first + m) * stride;
+            if (width == kStrip) {
+                store(to, accumulate ? add(load(to), value) : value);
+                continue;
+            }
+            store(out + 16 * m, value);
+            for (int i = 0; i < width; ++i) {
+                to[i] = accumulate ? to[i] + out[16 * m + i] : out[16 * m + i];
+            }
+        }
+    }
+}
+
+// x * sigmoid(x)
+FORCE F silu(F x) {
+    const F decay = exp2(mul(x, set1(-1.44269504f)));
+    return div(x, add(set1(1.0f), decay));
+}
+
+static void gate_up(const Matrix& a, int task, const Tiles& x, int rows, const Tiles& out,
+                    Format out_format) {
+    alignas(64) float sums[4][kTile * kStrip];
+    const F multiplier = set1(a.multiplier);
+    for (int first = 0; first < rows; first += kTile) {
+        const int count = smaller(kTile, rows - first);
+        for (int strip = 0; strip < 4; ++strip) {
+            strip_tile(a, 4 * task + strip, x, first / kTile, count, sums[strip]);
+        }
+        for (int m = 0; m < count; ++m) {
+            const F low_gate = mul(load(sums[0] + 16 * m), multiplier);
+            const F low_up = mul(load(sums[1] + 16 * m), multiplier);
+            const F high_gate = mul(load(sums[2] + 16 * m), multiplier);
+            const F high_up = mul(load(sums[3] + 16 * m), multiplier);
+            quantise_group(mul(silu(low_gate), low_up), mul(silu(high_gate), high_up), first + m,
+                           task, out, out_format);
+        }
+    }
+}

@@ -1,0 +1,110 @@
+#include "team.h"
+
+#include <chrono>
+
+#include <pthread.h>
+#include <sched.h>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace mirror {
+namespace {
+
+// Spinning without giving the core away pays only for waits of microseconds: other processes (the
+// broker, the gateways) share these cores, and a waiter that holds one may be what it waits for.
+constexpr int kPauses = 1000;
+constexpr auto kAwake = std::chrono::microseconds(300);
+
+void pause() {
+#if defined(__x86_64__)
+    _mm_pause();
+#endif
+}
+
+void pin_to(int core) {
+    if (core < 0) return;
+    cpu_set_t set;
+    CPU_ZERO(&set);
+    CPU_SET(static_cast<size_t>(core), &set);
+    // Not being pinned costs speed only.
+    (void)pthread_setaffinity_np(pthread_self(), sizeof set, &set);
+}
+
+}  // namespace
+
+Team::Team(int threads, const std::vector<int>& cores) : threads_(threads) {
+    for (int i = 1; i < threads; ++i) {
+        const int core = static_cast<size_t>(i) < cores.size() ? cores[static_cast<size_t>(i)] : -1;
+        workers_.emplace_back([this, i, core] { serve(i, core); });
+    }
+}
+
+Team::~Team() {
+    stop_.store(true);
+    epoch_.fetch_add(1);
+    {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        wake_.notify_all();
+    }
+    for (auto& worker : workers_) worker.join();
+}
+
+void Team::run(const std::function<void(int)>& work) {
+    if (threads_ == 1) {
+        work(0);
+        return;
+    }
+    work_ = &work;
+    finished_.store(0, std::memory_order_relaxed);
+    epoch_.fetch_add(1);
+    if (sleeping_.load() > 0) {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        wake_.notify_all();
+    }
+    work(0);
+    for (int spins = 0; finished_.load(std::memory_order_acquire) < threads_ - 1; ++spins) {
+        if (spins < kPauses) pause(); else sched_yield();
+    }
+}
+
+void Team::barrier() {
+    barrier([] {});
+}
+
+void Team::wait_for(uint32_t generation) {
+    for (int spins = 0; generation_.load(std::memory_order_acquire) == generation; ++spins) {
+        if (spins < kPauses) pause(); else sched_yield();
+    }
+}
+
+bool Team::await_run(uint32_t seen) {
+    const auto asleep_at = std::chrono::steady_clock::now() + kAwake;
+    for (int spins = 0; epoch_.load(std::memory_order_acquire) == seen; ++spins) {
+        if (spins < kPauses) {
+            pause();
+            continue;
+        }
+        sched_yield();
+        if (spins % 16 == 0 && std::chrono::steady_clock::now() > asleep_at) {
+            std::unique_lock<std::mutex> lock(mutex_);
+            sleeping_.fetch_add(1);
+            wake_.wait(lock, [this, seen] { return epoch_.load() != seen; });
+            sleeping_.fetch_sub(1);
+        }
+    }
+    return !stop_.load();
+}
+
+void Team::serve(int thread, int core) {
+    pin_to(core);
+    uint32_t seen = 0;
+    while (await_run(seen)) {
+        ++seen;
+        (*work_)(thread);
+        finished_.fetch_add(1, std::memory_order_release);
+    }
+}
+
+}  // namespace mirror

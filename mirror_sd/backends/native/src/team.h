@@ -1,0 +1,102 @@
+// A persistent team of threads for one forward at a time.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace mirror {
+
+// Threads 1..n-1 are ours, thread 0 is the caller of `run`. They spin briefly between runs, because
+// the next decode step comes within a fraction of a millisecond, then sleep.
+class Team {
+public:
+    // cores: one core for each thread, or empty to leave the placement to the system.
+    Team(int threads, const std::vector<int>& cores);
+    ~Team();
+    Team(const Team&) = delete;
+    Team& operator=(const Team&) = delete;
+
+    int size() const { return threads_; }
+
+    // Calls work(thread) on every thread and returns when all are done. Not reentrant.
+    void run(const std::function<void(int)>& work);
+
+    // Inside `run`: waits for all threads.
+    void barrier();
+
+    // Inside `run`: like `barrier`, but the last thread to arrive calls `work` before all go on.
+    template <typename Work> void barrier(const Work& work) {
+        if (threads_ == 1) {
+            work();
+            return;
+        }
+        const uint32_t generation = generation_.load(std::memory_order_relaxed);
+        if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == threads_) {
+            work();
+            arrived_.store(0, std::memory_order_relaxed);
+            generation_.store(generation + 1, std::memory_order_release);
+            return;
+        }
+        wait_for(generation);
+    }
+
+private:
+    void serve(int thread, int core);
+    void wait_for(uint32_t generation);
+    bool await_run(uint32_t seen);
+
+    const int threads_;
+    alignas(64) std::atomic<int> arrived_{0};
+    alignas(64) std::atomic<uint32_t> generation_{0};
+    alignas(64) std::atomic<uint32_t> epoch_{0};
+    alignas(64) std::atomic<int> finished_{0};
+    std::atomic<int> sleeping_{0};
+    std::atomic<bool> stop_{false};
+    const std::function<void(int)>* work_ = nullptr;
+    std::mutex mutex_;
+    std::condition_variable wake_;
+    std::vector<std::thread> workers_;
+};
+
+// Tasks 0..count-1 of one phase, shared by a team: each thread takes its own range in order, then
+// what others have left. Which thread computes a task never changes a result.
+class Ranges {
+public:
+    explicit Ranges(int threads) : next_(static_cast<size_t>(threads)) {}
+
+    void reset(int count) {
+        count_ = count;
+        const int threads = static_cast<int>(next_.size());
+        for (int i = 0; i < threads; ++i) {
+            next_[i].value.store(static_cast<int>(static_cast<int64_t>(count) * i / threads),
+                                 std::memory_order_relaxed);
+        }
+    }
+
+    template <typename Work> void take(int thread, const Work& work) {
+        const int threads = static_cast<int>(next_.size());
+        for (int step = 0; step < threads; ++step) {
+            const int owner = (thread + step) % threads;
+            const int end = static_cast<int>(static_cast<int64_t>(count_) * (owner + 1) / threads);
+            while (next_[owner].value.load(std::memory_order_relaxed) < end) {
+                const int task = next_[owner].value.fetch_add(1, std::memory_order_relaxed);
+                if (task >= end) break;
+                work(task);
+            }
+        }
+    }
+
+private:
+    struct alignas(64) Counter {
+        std::atomic<int> value{0};
+    };
+    int count_ = 0;
+    std::vector<Counter> next_;
+};
+
+}  // namespace mirror
