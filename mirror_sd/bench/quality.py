@@ -20,6 +20,7 @@ from mirror_sd.bench.decode import Prompt, run_engine
 from mirror_sd.bench.options import encode
 from mirror_sd.bench.prompts import Messages
 from mirror_sd.bench.teacher_forcing import Passage, score
+from mirror_sd.config import Config
 from mirror_sd.engine import Engine
 from mirror_sd.offline import load_tokenizer
 
@@ -53,11 +54,12 @@ def report(
     plain = configuration.load(overrides=overrides)
     pool = next(iter(plain.pools))
     tokenizer = load_tokenizer(plain)
-    reference = _subject(overrides, pool, {"engine": "torch", "precision": "fp32"})
-    others = [
-        _subject(overrides, pool, {"precision": precision})
-        for precision in precisions or [plain.pools[pool].precision]
+    settings = [
+        {"engine": "torch", "precision": "fp32"},
+        *({"precision": precision} for precision in precisions or [plain.pools[pool].precision]),
     ]
+    configs = [_varied(overrides, pool, chosen) for chosen in settings]
+    reference, *others = [_subject(config, pool) for config in configs]
     runs = measure(
         reference,
         others,
@@ -75,10 +77,12 @@ def report(
     }
 
 
-def _subject(overrides: Sequence[str], pool: str, settings: dict[str, str]) -> Subject:
-    config = configuration.load(
-        overrides=[*overrides, *(f"pools.{pool}.{key}={value}" for key, value in settings.items())]
-    )
+def _varied(overrides: Sequence[str], pool: str, settings: dict[str, str]) -> Config:
+    changes = [f"pools.{pool}.{key}={value}" for key, value in settings.items()]
+    return configuration.load(overrides=[*overrides, *changes])
+
+
+def _subject(config: Config, pool: str) -> Subject:
     backend = engines.create_backend(config, pool)
     return Subject(backend, engines.build_on(backend, config, pool))
 
