@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import os
 import time
 from collections import deque
@@ -24,7 +25,7 @@ from mirror_sd.messages import Finished, SequenceUsage, Submit
 from mirror_sd.speculative import drafters
 from mirror_sd.speculative.decode_loop import DecodeLoop, Output
 from mirror_sd.speculative.length_controller import WindowController
-from mirror_sd.speculative.sampler import TokenChooser
+from mirror_sd.speculative.sampler import open_chooser
 from mirror_sd.speculative.sequence import Sequence
 
 logger = logging.getLogger(__name__)
@@ -119,7 +120,7 @@ class Engine:
             Sequence(
                 submit=submit,
                 chain=self._cache.chain(submit.tenant),
-                chooser=TokenChooser(params, submit.delivered),
+                chooser=open_chooser(params, submit.delivered),
                 source=self._drafter.open(tokens) if drafts and self._drafter else None,
                 length=WindowController(
                     minimum=rule.min_tokens,
@@ -150,6 +151,8 @@ class Engine:
                 f"max_tokens is {submit.params.max_tokens}; at least 1 is needed",
                 param="max_tokens",
             )
+        if not math.isfinite(submit.params.temperature) or math.isnan(submit.params.top_p):
+            raise InvalidRequest("temperature and top_p must be finite numbers")
         if len(submit.prompt) >= self.max_context:
             raise ContextLengthExceeded(
                 f"the prompt has {len(submit.prompt)} tokens; this worker's context of"

@@ -1,152 +1,89 @@
-"""From a row of target logits to a token, as docs/architecture.md defines sampling.
-
-bias and penalties -> temperature -> top-k -> top-p -> Gumbel noise of (seed, position) -> argmax.
-The token is a function of the logits, the parameters, the counts of the accepted prefix, the seed
-and the position alone (Gumbel-max coupling: Daliri, Musco, Suresh, arXiv 2408.07978), so a draft
-is verified by comparing tokens.
-"""
+"""From target logits to tokens: in C++ where the extension is built, else in numpy."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
-
-import numpy as np
-from numpy.typing import NDArray
+import logging
+from collections.abc import Iterable, Sequence
 
 from mirror_sd.backends.protocol import Float32
 from mirror_sd.messages import SamplingParams, TokenLogprob
-from mirror_sd.speculative.philox import MAX_GUMBEL, gumbel
+from mirror_sd.speculative import numpy_sampling
+from mirror_sd.speculative.numpy_sampling import NumpyChooser
+from mirror_sd.speculative.sampling import InvalidLogits, Judgement, TokenChooser
 
-Float64 = NDArray[np.float64]
-Int64 = NDArray[np.int64]
+logger = logging.getLogger(__name__)
+try:
+    from mirror_sd import _native
+
+    # The instruction set in use. Raises ValueError where MIRROR_SD_ISA names none of this machine.
+    NATIVE_ISA: str | None = _native.sampling_isa()
+except ImportError as error:
+    NATIVE_ISA = None
+    logger.warning("sampling in numpy, which is slower: %s", error)
+
+_REASONS = (None, "stop", "length")
+_LONGEST_TOP_K = 2**31
+_MASK64 = 2**64 - 1
 
 
-# Below it logits are so far apart that noise decides nothing, and dividing by it overflows.
-GREEDY_BELOW = 1e-5
+class NativeChooser:
+    """See `sampling.TokenChooser`. The GIL is released while it works. `isa` forces an instruction
+    set; the tokens are the same with each."""
 
-
-class InvalidLogits(ArithmeticError):
-    """The target gave NaN or infinity where a token must be chosen."""
-
-
-class TokenChooser:
-    """Chooses the tokens of one sequence; `commit` tells it what was accepted."""
-
-    def __init__(self, params: SamplingParams, completion: Iterable[int] = ()) -> None:
-        self._params = params
-        self._bias_ids = np.fromiter(params.logit_bias.keys(), dtype=np.int64)
-        self._bias = np.fromiter(params.logit_bias.values(), dtype=np.float32)
-        self._is_greedy = params.temperature < GREEDY_BELOW
-        self._penalised = bool(params.presence_penalty or params.frequency_penalty)
-        self._counts: Counter[int] = Counter(completion if self._penalised else ())
-
-    @property
-    def is_plain_argmax(self) -> bool:
-        """True if the token is the argmax of the raw logits."""
-        return self._is_greedy and not self._penalised and self._bias_ids.size == 0
+    def __init__(
+        self, params: SamplingParams, completion: Iterable[int] = (), isa: str = ""
+    ) -> None:
+        self._chooser = _native.Chooser(
+            temperature=params.temperature,
+            top_k=min(params.top_k, _LONGEST_TOP_K),
+            top_p=params.top_p,
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
+            seed=params.seed & _MASK64,
+            bias=list(params.logit_bias.items()),
+            stop_tokens=list(params.stop_token_ids),
+            completion=list(completion),
+            isa=isa,
+        )
 
     def commit(self, token: int) -> None:
-        if self._penalised:
-            self._counts[token] += 1
+        self._chooser.commit(token)
 
     def choose(self, logits: Float32, position: int) -> int:
-        """The token at absolute `position` given its row of `logits` [vocab].
+        try:
+            return self._chooser.choose(logits, position)
+        except _native.InvalidLogits as error:
+            raise InvalidLogits(str(error)) from None
 
-        Raises `InvalidLogits`.
-        """
-        row = self._adjusted(logits)
-        if self._is_greedy:
-            return checked_argmax(row)
-        scaled = row.astype(np.float64) / self._params.temperature
-        checked_argmax(scaled)
-        kept = _top_k_top_p(scaled, self._params.top_k, self._params.top_p)
-        if kept is None:
-            kept = _reachable(scaled, self._params.seed, position)
-        scores = scaled[kept] + gumbel(self._params.seed, position, kept)
-        best = scores.max()
-        return int(kept[scores == best].min())
-
-    def _adjusted(self, logits: Float32) -> Float32:
-        if self._bias_ids.size == 0 and not self._counts:
-            return logits
-        row = logits.copy()
-        row[self._bias_ids] += self._bias
-        if self._counts:
-            ids = np.fromiter(self._counts.keys(), dtype=np.int64)
-            counts = np.fromiter(self._counts.values(), dtype=np.float32)
-            row[ids] -= np.float32(self._params.presence_penalty)
-            row[ids] -= np.float32(self._params.frequency_penalty) * counts
-        return row
+    def judge(self, logits: Float32, draft: Sequence[int], position: int, room: int) -> Judgement:
+        try:
+            tokens, accepted, reason = self._chooser.judge(logits, draft, position, room)
+        except _native.InvalidLogits as error:
+            raise InvalidLogits(str(error)) from None
+        return Judgement(tokens, accepted, _REASONS[reason])
 
 
-def checked_argmax(row: NDArray[np.floating]) -> int:
-    """The lowest index of the maximum; raises `InvalidLogits` where it is not finite."""
-    token = int(row.argmax())
-    if not np.isfinite(row[token]):
-        raise InvalidLogits(f"logit {row[token]} at token {token}")
-    return token
+def open_chooser(params: SamplingParams, completion: Iterable[int] = ()) -> TokenChooser:
+    """The chooser of a sequence of which `completion` is generated already.
 
-
-def token_logprob(logits: Float32, token: int, best: int) -> TokenLogprob:
-    """log softmax of the raw row at `token`, and at the `best` most probable tokens."""
-    row = logits.astype(np.float64)
-    peak = row.max()
-    row -= peak + np.log(np.exp(row - peak).sum())
-    top = _largest(row, best) if best > 0 else np.empty(0, dtype=np.int64)
-    return TokenLogprob(
-        token_id=token,
-        logprob=float(row[token]),
-        top=tuple((int(i), float(row[i])) for i in top),
+    Raises ValueError where the temperature or top_p is not a number.
+    """
+    return (
+        NumpyChooser(params, completion)
+        if NATIVE_ISA is None
+        else NativeChooser(params, completion)
     )
 
 
-def _largest(row: Float64, count: int) -> Int64:
-    """Indexes of the `count` largest, best first, ties to the lower index."""
-    if count >= row.size:
-        candidates = np.arange(row.size)
-    else:
-        threshold = np.partition(row, row.size - count)[row.size - count]
-        candidates = np.flatnonzero(row >= threshold)
-    order = np.argsort(-row[candidates], kind="stable")
-    largest: Int64 = candidates[order][:count]
-    return largest
+def token_logprob(logits: Float32, token: int, best: int) -> TokenLogprob:
+    """log softmax of the raw row at `token`, and at the `best` most probable tokens.
 
-
-def _top_k_top_p(scaled: Float64, top_k: int, top_p: float) -> Int64 | None:
-    """Token ids left by both masks, best first; None if both are off."""
-    if top_k <= 0 and top_p >= 1.0:
-        return None
-    if 0 < top_k < scaled.size:
-        kept = _largest(scaled, top_k)
-        return kept if top_p >= 1.0 else kept[: _nucleus(scaled[kept], top_p, None)]
-    weights = np.exp(scaled - scaled.max())
-    total = float(weights.sum())
-    # The nucleus is nearly always among a few hundred tokens: sort no more than needed.
-    for count in (256, 4096, scaled.size):
-        kept = _largest(scaled, count)
-        size = _nucleus(scaled[kept], top_p, total)
-        if size < kept.size or kept.size == scaled.size:
-            break
-    return kept[:size]
-
-
-def _nucleus(ordered: Float64, top_p: float, total: float | None) -> int:
-    """Length of the shortest prefix of descending `ordered` with probability >= top_p.
-
-    `total` is the sum of exp(x - max) over all tokens if `ordered` is not all of them.
+    Raises `InvalidLogits`.
     """
-    weights = np.exp(ordered - ordered[0])
-    cumulative = np.cumsum(weights) / (weights.sum() if total is None else total)
-    return min(int(np.searchsorted(cumulative, top_p, side="left")) + 1, ordered.size)
-
-
-def _reachable(scaled: Float64, seed: int, position: int) -> Int64:
-    """The tokens that noise can lift to the top, a superset of the winner.
-
-    Noise for all of a large vocabulary costs a millisecond; no token lower than a noisy lead by
-    more than the largest possible noise can win, so it needs none.
-    """
-    leaders = np.flatnonzero(scaled >= scaled.max() - 2.0)[:1024]
-    lead = float((scaled[leaders] + gumbel(seed, position, leaders)).max())
-    return np.flatnonzero(scaled >= lead - MAX_GUMBEL)
+    if NATIVE_ISA is None:
+        return numpy_sampling.token_logprob(logits, token, best)
+    try:
+        logprob, top = _native.token_logprob(logits, token, best)
+    except _native.InvalidLogits as error:
+        raise InvalidLogits(str(error)) from None
+    return TokenLogprob(token_id=token, logprob=logprob, top=tuple(top))

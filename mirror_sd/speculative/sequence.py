@@ -8,7 +8,7 @@ from mirror_sd.memory.prefix_cache import PrefixChain
 from mirror_sd.messages import SequenceUsage, Submit, TokenLogprob
 from mirror_sd.speculative.drafters import DraftSource
 from mirror_sd.speculative.length_controller import WindowController
-from mirror_sd.speculative.sampler import TokenChooser
+from mirror_sd.speculative.sampling import TokenChooser
 
 
 @dataclass(slots=True, eq=False)

@@ -1,6 +1,6 @@
 """Verification: the target's own tokens, row by row, until the draft departs from them.
 
-p is the target, q the draft. With the same noise on both sides (see `sampler`) verification is an
+p is the target, q the draft. With the same noise on both sides (see `sampling`) verification is an
 equality test: row j gives the target's token after the accepted prefix, and the draft's token j is
 accepted if it is that one. The output is therefore p's alone, whatever q proposed.
 """
@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from mirror_sd.backends.protocol import Float32
 from mirror_sd.messages import SamplingParams, TokenLogprob
-from mirror_sd.speculative.sampler import TokenChooser, checked_argmax, token_logprob
+from mirror_sd.speculative.sampler import token_logprob
+from mirror_sd.speculative.sampling import TokenChooser
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,27 +42,11 @@ def verify(
     `position`: absolute position of the first token chosen. `room`: most tokens that may still be
     emitted, at least 1. Raises `InvalidLogits`.
     """
-    tokens: list[int] = []
-    logprobs: list[TokenLogprob] | None = None if params.logprobs is None else []
-    accepted = 0
-    reason: str | None = None
-    plain = chooser.is_plain_argmax
-    for row in range(len(draft) + 1):
-        token = (
-            checked_argmax(logits[row]) if plain else chooser.choose(logits[row], position + row)
-        )
-        if token in params.stop_token_ids:
-            reason = "stop"
-            break
-        tokens.append(token)
-        chooser.commit(token)
-        if logprobs is not None:
-            logprobs.append(token_logprob(logits[row], token, params.logprobs or 0))
-        matches = row < len(draft) and draft[row] == token
-        accepted += matches
-        if len(tokens) == room:
-            reason = "length"
-            break
-        if not matches:
-            break
+    tokens, accepted, reason = chooser.judge(logits, draft, position, room)
+    best = params.logprobs
+    logprobs = (
+        None
+        if best is None
+        else [token_logprob(logits[row], token, best) for row, token in enumerate(tokens)]
+    )
     return Verdict(tokens, accepted, reason, logprobs)

@@ -43,7 +43,10 @@ RULES = (
         Rule(name, forbidden=_INTEGERS_ONLY - {name})
         for name in ("mirror_sd.scheduler", "mirror_sd.memory", "mirror_sd.uir")
     ),
-    Rule("mirror_sd.backends", ours=FOUNDATIONS | {"mirror_sd.uir", "mirror_sd.model_store"}),
+    Rule(
+        "mirror_sd.backends",
+        ours=FOUNDATIONS | {"mirror_sd.uir", "mirror_sd.model_store", "mirror_sd._native"},
+    ),
     Rule(
         "mirror_sd.speculative",
         forbidden=frozenset({"mirror_sd.backends", "mirror_sd.engine", "zmq"}),
@@ -55,6 +58,12 @@ RULES = (
         "mirror_sd.engine", forbidden=frozenset({"mirror_sd.serving", "mirror_sd.api", "workers"})
     ),
     Rule("workers", forbidden=frozenset({"mirror_sd.serving", "mirror_sd.api"})),
+)
+# The extension is optional: only these modules know what to do where it is not built.
+USERS_OF_NATIVE = (
+    "mirror_sd.backends.native",
+    "mirror_sd.bench.machine",
+    "mirror_sd.speculative.sampler",
 )
 
 
@@ -106,6 +115,11 @@ def violations(source: str, module: str, is_package: bool = False) -> list[str]:
             # `from package import module` is judged by the parts, `import package.module` whole.
             for name in item.names or (item.target,):
                 if _breaks(rule, name):
+                    found.append(f"{module}:{item.line} imports {name}")
+    if not any(within(module, user) for user in USERS_OF_NATIVE):
+        for item in imports_of(source, module, is_package):
+            for name in item.names or (item.target,):
+                if within(name, "mirror_sd._native"):
                     found.append(f"{module}:{item.line} imports {name}")
     return found
 
@@ -160,6 +174,8 @@ def test_every_rule_is_about_a_module_that_exists() -> None:
         ("mirror_sd.speculative.drafters.lookup", "from ... import backends"),
         ("mirror_sd.errors", "from mirror_sd.model_store import resolve"),
         ("workers.worker", "from mirror_sd.serving.broker import Broker"),
+        ("mirror_sd.speculative.verifier", "from mirror_sd import _native"),
+        ("mirror_sd.backends.torch_cpu", "import mirror_sd._native"),
     ],
 )
 def test_the_checker_catches_a_violation(module: str, source: str) -> None:
@@ -178,6 +194,7 @@ def test_the_checker_catches_a_violation(module: str, source: str) -> None:
         ("mirror_sd.backends.torch_cpu", "import torch\nfrom mirror_sd.uir.spec import ModelSpec"),
         ("mirror_sd.uir.weights", "from . import spec\nimport numpy"),
         ("mirror_sd.engine", "import torch\nfrom mirror_sd.backends import registry"),
+        ("mirror_sd.backends.native.packing", "from mirror_sd import _native"),
     ],
 )
 def test_the_checker_lets_a_lawful_import_pass(module: str, source: str) -> None:

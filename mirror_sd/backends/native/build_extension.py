@@ -43,7 +43,18 @@ FOLDERS = (ROOT / "mirror_sd/backends/native/src", ROOT / "mirror_sd/speculative
 
 _COMMON = ("-std=c++17", "-fPIC", "-fvisibility=hidden", "-pthread")
 # No contraction: a * b + c must round alike whichever instruction set a source is compiled for.
-_OWN = ("-ffp-contract=off", "-fno-math-errno", "-Wall", "-Wextra")
+# Nobody looks at floating-point exceptions; leave to raise them lets selections vectorise.
+# GCC 12 warns of its own AVX-512 header (bug 105593).
+_OWN = (
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-Wall",
+    "-Wextra",
+    "-Wno-maybe-uninitialized",
+    "-Wno-uninitialized",
+    "-Wno-psabi",
+)
 _OPTIMISED = ("-O3",)
 _SANITIZED = (
     "-O1",

@@ -110,7 +110,7 @@ def test_speculation_off_drafts_nothing():
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.integers(0, 2**32), st.integers(10, 40), st.integers(1, 6))
+@given(st.integers(0, 2**32), st.integers(11, 40), st.integers(1, 6))
 def test_a_crowded_pool_changes_no_token(seed, blocks, slots):
     rng = random.Random(seed)
     shared = [rng.randrange(64) for _ in range(rng.randrange(0, 12))]

@@ -11,18 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
-from mirror_sd.messages import SamplingParams
+from mirror_sd.speculative import numpy_sampling, sampler
 from mirror_sd.speculative.drafters.lookup import LookupDrafter
 from mirror_sd.speculative.length_controller import WindowController
 from mirror_sd.speculative.philox import MAX_GUMBEL, gumbel, philox4x32
-from mirror_sd.speculative.sampler import InvalidLogits, TokenChooser, token_logprob
+from mirror_sd.speculative.sampling import InvalidLogits
 from mirror_sd.speculative.verifier import verify
+from tests.unit.speculative.choosers import params, with_every_chooser
 
 CONTRACT = json.loads((Path(__file__).parents[2] / "contracts/philox.json").read_text())
-
-
-def params(**fields):
-    return SamplingParams(max_tokens=10, seed=fields.pop("seed", 0), **fields)
 
 
 @pytest.mark.parametrize("vector", CONTRACT["vectors"])
@@ -50,11 +47,12 @@ def softmax(x):
     return weights / weights.sum()
 
 
+@with_every_chooser
 @pytest.mark.parametrize(
     ("temperature", "top_k", "top_p"),
     [(1.0, 0, 1.0), (0.7, 0, 1.0), (1.5, 8, 1.0), (1.0, 0, 0.8), (0.8, 12, 0.9)],
 )
-def test_samples_follow_the_target_s_masked_softmax(temperature, top_k, top_p):
+def test_samples_follow_the_target_s_masked_softmax(open_chooser, temperature, top_k, top_p):
     logits = np.random.default_rng(5).normal(0, 2, 40).astype(np.float32)
     p = softmax(logits.astype(np.float64) / temperature)
     order = np.argsort(-p, kind="stable")
@@ -66,7 +64,7 @@ def test_samples_follow_the_target_s_masked_softmax(temperature, top_k, top_p):
     draws = 20_000
     counts = np.zeros_like(p)
     for seed in range(draws):
-        chooser = TokenChooser(params(seed=seed, temperature=temperature, top_k=top_k, top_p=top_p))
+        chooser = open_chooser(params(seed=seed, temperature=temperature, top_k=top_k, top_p=top_p))
         counts[chooser.choose(logits, position=17)] += 1
     assert counts[expected == 0].sum() == 0
     # Cells expected fewer than 5 times are joined, as the test demands.
@@ -81,91 +79,109 @@ def test_the_chi_square_test_notices_a_wrong_distribution():
     assert chisquare(counts, [5000, 5000]).pvalue < 1e-4 * 2
 
 
+@with_every_chooser
 @settings(max_examples=50, deadline=None)
 @given(st.integers(0, 2**64 - 1), st.floats(0.05, 5), st.integers(0, 10**6))
-def test_pruned_noise_gives_the_winner_of_full_noise(seed, temperature, position):
+def test_pruned_noise_gives_the_winner_of_full_noise(open_chooser, seed, temperature, position):
     logits = np.random.default_rng(seed % 1000).normal(0, 3, 5000).astype(np.float32)
     scaled = logits.astype(np.float64) / temperature
     full = scaled + gumbel(seed, position, np.arange(5000))
-    chooser = TokenChooser(params(seed=seed, temperature=temperature))
+    chooser = open_chooser(params(seed=seed, temperature=temperature))
     assert chooser.choose(logits, position) == int(full.argmax())
 
 
-def test_ties_go_to_the_lower_token_in_every_mode():
+@with_every_chooser
+def test_ties_go_to_the_lower_token_in_every_mode(open_chooser):
     flat = np.zeros(10, dtype=np.float32)
-    assert TokenChooser(params(temperature=0.0)).choose(flat, 0) == 0
+    assert open_chooser(params(temperature=0.0)).choose(flat, 0) == 0
     chosen = {
-        TokenChooser(params(seed=seed, temperature=1.0, top_k=3)).choose(flat, 0)
+        open_chooser(params(seed=seed, temperature=1.0, top_k=3)).choose(flat, 0)
         for seed in range(100)
     }
     assert chosen == {0, 1, 2}
     chosen = {
-        TokenChooser(params(seed=seed, temperature=1.0, top_p=0.35)).choose(flat, 0)
+        open_chooser(params(seed=seed, temperature=1.0, top_p=0.35)).choose(flat, 0)
         for seed in range(200)
     }
     assert chosen == {0, 1, 2, 3}
 
 
+@with_every_chooser
 @pytest.mark.parametrize(
     "temperature", [0.0, 5e-324, 1e-310, 1e-300, 1e-100, 1e-16, 1e-15, 1e-9, 1e-5, 1.1e-5, 1e-3]
 )
 @pytest.mark.parametrize("masks", [{}, {"top_k": 3}, {"top_p": 0.5}])
-def test_any_small_temperature_gives_the_most_likely_token(temperature, masks):
+def test_any_small_temperature_gives_the_most_likely_token(open_chooser, temperature, masks):
     logits = np.random.default_rng(1).normal(0, 3, 100).astype(np.float32)
-    chooser = TokenChooser(params(temperature=temperature, seed=9, **masks))
+    chooser = open_chooser(params(temperature=temperature, seed=9, **masks))
     assert chooser.choose(logits, 4) == int(logits.argmax())
 
 
-def test_logits_of_any_size_have_a_winner():
+@with_every_chooser
+def test_logits_of_any_size_have_a_winner(open_chooser):
     logits = np.array([3e38, -3e38, 1.0], dtype=np.float32)
-    assert TokenChooser(params(temperature=2e-5, seed=9)).choose(logits, 4) == 0
+    assert open_chooser(params(temperature=2e-5, seed=9)).choose(logits, 4) == 0
 
 
+@with_every_chooser
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_logits_that_are_not_numbers_are_an_error(temperature, value):
+def test_logits_that_are_not_numbers_are_an_error(open_chooser, temperature, value):
     logits = np.zeros(10, dtype=np.float32)
     logits[3] = value
     with pytest.raises(InvalidLogits):
-        TokenChooser(params(temperature=temperature)).choose(logits, 0)
+        open_chooser(params(temperature=temperature)).choose(logits, 0)
 
 
-def test_penalties_use_the_accepted_prefix_of_each_row():
+@with_every_chooser
+def test_penalties_use_the_accepted_prefix_of_each_row(open_chooser):
     logits = np.zeros((3, 4), dtype=np.float32)
     logits[:, 1] = 0.5
     greedy = params(temperature=0.0, presence_penalty=1.0)
-    verdict = verify(logits, [1, 0], TokenChooser(greedy), greedy, position=5, room=9)
+    verdict = verify(logits, [1, 0], open_chooser(greedy), greedy, position=5, room=9)
     # Row 0 takes token 1, which is then penalised below the rest: 0, then 2.
     assert verdict.tokens == [1, 0, 2] and verdict.accepted == 2
 
 
-def test_the_row_of_the_first_mismatch_gives_the_replacement():
+@with_every_chooser
+def test_the_row_of_the_first_mismatch_gives_the_replacement(open_chooser):
     logits = np.zeros((4, 4), dtype=np.float32)
     for row, token in enumerate([1, 2, 3, 0]):
         logits[row, token] = 1
     greedy = params(temperature=0.0)
-    verdict = verify(logits, [1, 0, 3], TokenChooser(greedy), greedy, position=0, room=9)
+    verdict = verify(logits, [1, 0, 3], open_chooser(greedy), greedy, position=0, room=9)
     assert verdict.tokens == [1, 2] and verdict.accepted == 1 and verdict.reason is None
 
 
+@with_every_chooser
 @pytest.mark.parametrize(
     ("room", "tokens", "reason"), [(1, [1], "length"), (2, [1, 2], "length"), (3, [1, 2], "stop")]
 )
-def test_an_accepted_run_is_cut_at_the_cap_or_the_stop(room, tokens, reason):
+def test_an_accepted_run_is_cut_at_the_cap_or_the_stop(open_chooser, room, tokens, reason):
     logits = np.zeros((4, 5), dtype=np.float32)
     for row, token in enumerate([1, 2, 3, 4]):
         logits[row, token] = 1
     greedy = params(temperature=0.0, stop_token_ids=(3,))
-    verdict = verify(logits, [1, 2, 3], TokenChooser(greedy), greedy, position=0, room=room)
+    verdict = verify(logits, [1, 2, 3], open_chooser(greedy), greedy, position=0, room=room)
     assert (verdict.tokens, verdict.reason) == (tokens, reason)
 
 
-def test_logprobs_are_a_log_softmax():
+@pytest.mark.parametrize("source", [sampler, numpy_sampling], ids=["default", "numpy"])
+def test_logprobs_are_a_log_softmax(source):
     logits = np.random.default_rng(0).normal(size=100).astype(np.float32)
-    entry = token_logprob(logits, 7, 5)
+    entry = source.token_logprob(logits, 7, 5)
     expected = np.log(softmax(logits.astype(np.float64)))
     assert entry.logprob == pytest.approx(expected[7])
     assert [t for t, _ in entry.top] == np.argsort(-expected)[:5].tolist()
+    assert source.token_logprob(logits, 7, 0).top == ()
+    assert len(source.token_logprob(logits, 7, 200).top) == 100
+
+
+@pytest.mark.parametrize("source", [sampler, numpy_sampling], ids=["default", "numpy"])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_logprobs_of_what_is_no_distribution_are_an_error(source, value):
+    with pytest.raises(InvalidLogits):
+        source.token_logprob(np.array([0, value, 1], dtype=np.float32), 0, 1)
 
 
 def test_the_window_rule_adds_two_above_and_subtracts_one_else_within_bounds():
