@@ -240,8 +240,11 @@ class _EngineMetrics:
         self._sequences.observe(report.sequences)
         self._tokens.observe(report.tokens)
         self._step.observe(seconds)
-        self._draft_s.inc(report.draft_s)
-        self._preemptions.inc(report.preempted)
+        # Each touch of a metric costs a microsecond or more: leave out those that add nothing.
+        if report.draft_s:
+            self._draft_s.inc(report.draft_s)
+        if report.preempted:
+            self._preemptions.inc(report.preempted)
         if report.drafted:
             self._verify_s.inc(report.forward_s)
             self._drafted.inc(report.drafted)

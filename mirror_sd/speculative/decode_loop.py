@@ -101,7 +101,7 @@ class DecodeLoop:
         """Give back the blocks of a sequence; its KV is computed again when it runs again."""
         for block in sequence.table:
             self._pool.release(block)
-        sequence.table.clear()
+        sequence.table = []
         sequence.computed = 0
 
     def _schedule(self) -> list[Slice]:
@@ -162,24 +162,21 @@ class DecodeLoop:
         return draft
 
     def _ragged(self, plan: list[Slice]) -> RaggedBatch:
-        lengths = [len(piece.tokens) for piece in plan]
-        offsets = np.zeros(len(plan) + 1, dtype=np.int32)
-        np.cumsum(lengths, out=offsets[1:])
-        rows = [
-            np.arange(end - piece.rows, end, dtype=np.int32)
-            for piece, end in zip(plan, offsets[1:], strict=True)
-        ]
+        tokens: list[int] = []
+        positions: list[int] = []
+        rows: list[int] = []
+        offsets = [0]
+        for piece in plan:
+            tokens.extend(piece.tokens)
+            positions.extend(range(piece.start, piece.start + len(piece.tokens)))
+            rows.extend(range(len(tokens) - piece.rows, len(tokens)))
+            offsets.append(len(tokens))
         return RaggedBatch(
-            token_ids=np.array([t for piece in plan for t in piece.tokens], dtype=np.int32),
-            positions=np.concatenate(
-                [
-                    np.arange(piece.start, piece.start + length, dtype=np.int32)
-                    for piece, length in zip(plan, lengths, strict=True)
-                ]
-            ),
-            sequence_offsets=offsets,
-            block_tables=tuple(np.array(p.sequence.table, dtype=np.int32) for p in plan),
-            logit_rows=np.concatenate(rows),
+            token_ids=np.array(tokens, dtype=np.int32),
+            positions=np.array(positions, dtype=np.int32),
+            sequence_offsets=np.array(offsets, dtype=np.int32),
+            block_tables=tuple(piece.sequence.table_array() for piece in plan),
+            logit_rows=np.array(rows, dtype=np.int32),
         )
 
     def _commit(self, plan: list[Slice], logits: Float32) -> list[Output]:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
+
+from mirror_sd.backends.protocol import Int32
 from mirror_sd.memory.prefix_cache import PrefixChain
 from mirror_sd.messages import SequenceUsage, Submit, TokenLogprob
 from mirror_sd.speculative.drafters import DraftSource
@@ -31,6 +34,8 @@ class Sequence:
     drafted: int = 0
     accepted: int = 0
     rounds: int = 0
+    _array: Int32 = field(default_factory=lambda: np.empty(0, dtype=np.int32))
+    _array_of: list[int] | None = None
 
     @property
     def request_id(self) -> str:
@@ -57,6 +62,16 @@ class Sequence:
             self.submit.params.max_tokens - self.completion_tokens,
             self.max_context - len(self.tokens),
         )
+
+    def table_array(self) -> Int32:
+        """`table` as the back end takes it, made anew only where it has grown or is another list.
+
+        Blocks are only ever added to a table, so its length tells whether it has changed.
+        """
+        if self._array_of is not self.table or self._array.size != len(self.table):
+            self._array = np.array(self.table, dtype=np.int32)
+            self._array_of = self.table
+        return self._array
 
     def usage(self) -> SequenceUsage:
         return SequenceUsage(
