@@ -20,7 +20,7 @@ from mirror_sd.errors import ConfigError
 
 ENV_PREFIX = "MIRROR_SD__"
 DeviceClass = Literal["cpu", "gpu", "tpu"]
-Precision = Literal["auto", "fp32", "bf16"]
+Precision = Literal["auto", "fp32", "bf16", "int8"]
 
 
 class _Section(BaseModel):
@@ -55,12 +55,13 @@ class ModelConfig(_Section):
 
 
 class PoolConfig(_Section):
-    engine: Literal["torch", "transformers", "reference"] = Field(
-        "torch", description="back end of the class's workers"
+    engine: Literal["auto", "native", "torch", "transformers", "reference"] = Field(
+        "auto", description="back end of the workers; auto: native on the CPU, else torch"
     )
     device: str = Field("cpu", description="torch device of the workers")
     precision: Precision = Field(
-        "auto", description="auto: bf16 where the CPU has bf16 dot products, else fp32"
+        "auto",
+        description="auto: int8 on the native engine; else bf16 where it is fast, or fp32",
     )
     workers: int = Field(1, ge=1, le=256, description="worker processes")
     threads: int | None = Field(

@@ -140,7 +140,7 @@ RUNNING = _gauge("mirror_worker_running_sequences", "Sequences in the engine.", 
 ENGINE_INFO = _gauge(
     "mirror_worker_engine_info",
     "1 for each live worker's engine.",
-    ("class", "engine", "precision", "bit_stable"),
+    ("class", "engine", "precision", "isa", "bit_stable"),
 )
 
 # Pool.

@@ -42,6 +42,7 @@ class Gauges:
             device_class,
             capabilities.name,
             capabilities.precision,
+            capabilities.isa,
             str(capabilities.bit_stable).lower(),
         ).set(1)
 

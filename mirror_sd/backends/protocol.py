@@ -42,7 +42,7 @@ class RaggedBatch:
 @dataclass(frozen=True, slots=True)
 class Capabilities:
     """What the engine may rely on. `bit_stable`: a self-test at load found that a row's logits do
-    not depend on the other rows of the batch."""
+    not depend on the other rows of the batch. `isa`: the instruction set of kernels of our own."""
 
     name: str
     device: str
@@ -51,6 +51,7 @@ class Capabilities:
     max_context: int
     bit_stable: bool
     detail: str = ""
+    isa: str = ""
 
 
 class Backend(Protocol):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from mirror_sd.backends.cpu_features import has_bf16_products
 from mirror_sd.backends.protocol import Backend
@@ -11,6 +13,8 @@ from mirror_sd.errors import ConfigError, UnsupportedModel
 from mirror_sd.model_store import ModelFiles
 
 log = logging.getLogger(__name__)
+
+PRECISIONS = ("auto", "fp32", "bf16", "int8")
 
 
 def create(
@@ -22,21 +26,58 @@ def create(
     threads: int | None,
     max_context: int | None,
 ) -> Backend:
-    """Load a model into the named engine; takes seconds.
+    """Load a model into the named engine; takes up to seconds.
 
-    device: a torch device. precision: auto, fp32 or bf16. threads: None leaves torch's own number.
+    engine: auto is native on the CPU, torch on other devices. device: a torch device. precision:
+    auto, fp32, bf16 or (native) int8. threads: None takes the cores this process may use.
     max_context can only lower the model's. Raises `ConfigError` for a bad setting, `ModelError`
-    for a bad model. A model that our decoder does not know goes to `transformers` with a warning.
+    for a bad model. Without the C++ part torch takes the place of native, and a model that our
+    decoders do not know goes to `transformers`, both with a warning.
     """
+    if engine == "auto":
+        engine = "native" if device == "cpu" else "torch"
     factory = _FACTORIES.get(engine)
     if factory is None:
-        raise ConfigError(f"engine {engine!r} is not one of {', '.join(sorted(_FACTORIES))}")
-    if precision not in ("auto", "fp32", "bf16"):
-        raise ConfigError(f"precision {precision!r} is not one of auto, fp32, bf16")
-    _prepare_torch(device, threads)
-    if precision == "auto":
-        precision = _best_precision(device)
-    return factory(files, device, precision, max_context)
+        known = ", ".join(("auto", *sorted(_FACTORIES)))
+        raise ConfigError(f"engine {engine!r} is not one of {known}")
+    if precision not in PRECISIONS:
+        raise ConfigError(f"precision {precision!r} is not one of {', '.join(PRECISIONS)}")
+    return factory(files, Setting(device, precision, threads, max_context))
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What a factory gets besides the model; `precision` may be auto."""
+
+    device: str
+    precision: str
+    threads: int | None
+    max_context: int | None
+
+
+def _native(files: ModelFiles, setting: Setting) -> Backend:
+    try:
+        from mirror_sd.backends.native.native_backend import NativeBackend, chosen_isa
+    except ImportError as error:
+        log.warning(
+            "the native engine is not built (%s); torch serves instead, slower. Install a C++"
+            " compiler and install mirror-sd again",
+            error,
+        )
+        return _torch(files, setting)
+    from mirror_sd.uir import program
+    from mirror_sd.uir.precision_plan import PrecisionPlan
+
+    if setting.device != "cpu":
+        raise ConfigError(f"the native engine computes on the device 'cpu', not {setting.device!r}")
+    isa = chosen_isa()
+    plan = PrecisionPlan.native("int8" if setting.precision == "auto" else setting.precision)
+    try:
+        lowered = program.load(files, plan, setting.max_context)
+    except UnsupportedModel as error:
+        return _unsupported(error, files, setting)
+    threads = setting.threads or len(os.sched_getaffinity(0))
+    return NativeBackend(lowered, threads=threads, isa=isa, source=files.path)
 
 
 def _prepare_torch(device: str, threads: int | None) -> None:
@@ -51,45 +92,57 @@ def _prepare_torch(device: str, threads: int | None) -> None:
         raise ConfigError(f"the device {device!r} cannot be used: {reason}") from error
 
 
-def _best_precision(device: str) -> str:
-    if device.startswith("cpu"):
+def _torch_precision(setting: Setting) -> str:
+    """The precision for torch. Raises `ConfigError` for int8, which only native has."""
+    if setting.precision == "int8":
+        raise ConfigError("precision 'int8' needs the native engine; this one has fp32 and bf16")
+    if setting.precision != "auto":
+        return setting.precision
+    if setting.device.startswith("cpu"):
         return "bf16" if has_bf16_products() else "fp32"
     return "bf16"
 
 
-def _torch(files: ModelFiles, device: str, precision: str, max_context: int | None) -> Backend:
+def _torch(files: ModelFiles, setting: Setting) -> Backend:
     from mirror_sd.backends.torch_backend import TorchBackend
     from mirror_sd.uir import program
     from mirror_sd.uir.precision_plan import PrecisionPlan
 
+    precision = _torch_precision(setting)
+    _prepare_torch(setting.device, setting.threads)
     try:
-        lowered = program.load(files, PrecisionPlan.of(precision), max_context)
+        lowered = program.load(files, PrecisionPlan.of(precision), setting.max_context)
     except UnsupportedModel as error:
-        log.warning("%s; serving it through transformers, without a KV cache: slow", error.message)
-        return _transformers(files, device, precision, max_context)
-    return TorchBackend(lowered, device, precision)
+        return _unsupported(error, files, setting)
+    return TorchBackend(lowered, setting.device, precision)
 
 
-def _transformers(
-    files: ModelFiles, device: str, precision: str, max_context: int | None
-) -> Backend:
+def _unsupported(error: UnsupportedModel, files: ModelFiles, setting: Setting) -> Backend:
+    log.warning("%s; serving it through transformers, without a KV cache: slow", error.message)
+    return _transformers(files, setting)
+
+
+def _transformers(files: ModelFiles, setting: Setting) -> Backend:
     from mirror_sd.backends.transformers_backend import TransformersBackend
 
-    return TransformersBackend(files, device, precision, max_context)
+    precision = _torch_precision(setting)
+    _prepare_torch(setting.device, setting.threads)
+    return TransformersBackend(files, setting.device, precision, setting.max_context)
 
 
-def _reference(files: ModelFiles, device: str, precision: str, max_context: int | None) -> Backend:
+def _reference(files: ModelFiles, setting: Setting) -> Backend:
     from mirror_sd.backends.reference_backend import ReferenceBackend
     from mirror_sd.uir import program
     from mirror_sd.uir.precision_plan import PrecisionPlan
 
-    if precision != "fp32":
+    if setting.precision != "fp32":
         log.info("the reference engine computes in fp32, whatever precision is asked")
-    return ReferenceBackend(program.load(files, PrecisionPlan.of("fp32"), max_context))
+    plan = PrecisionPlan.of("fp32")
+    return ReferenceBackend(program.load(files, plan, setting.max_context))
 
 
-_Factory = Callable[[ModelFiles, str, str, int | None], Backend]
-_FACTORIES: dict[str, _Factory] = {
+_FACTORIES: dict[str, Callable[[ModelFiles, Setting], Backend]] = {
+    "native": _native,
     "torch": _torch,
     "transformers": _transformers,
     "reference": _reference,

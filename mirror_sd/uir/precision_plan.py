@@ -7,7 +7,7 @@ from typing import Literal
 
 from mirror_sd.errors import ModelError
 
-Dtype = Literal["fp32", "bf16"]
+Dtype = Literal["fp32", "bf16", "int8"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,22 +15,53 @@ class PrecisionPlan:
     """Norms, rotary positions, the residual stream, softmax, logits and accumulations are fp32
     in every plan, so they are not listed.
 
-    weights: matrices of the layers and the embedding table.
-    activations: inputs and outputs of those matrices.
+    weights: matrices of the layers and the embedding table. int8 is 8-bit codes with a scale and
+        a minimum for each 32 inputs.
+    activations: inputs and outputs of those matrices. int8 is symmetric, a scale for each 32.
     kv: keys and values in the cache.
-    head: the output projection; fp32 in every plan so far, because logits rounded to bf16 tie.
+    head: the output projection.
+    wide: with int8, matrices whose inputs are 16-bit integers instead: a role (qkv, output,
+        gate_up, down, head) or one layer of it (`qkv.0`).
     """
 
     weights: Dtype
     activations: Dtype
     kv: Dtype
     head: Dtype
+    wide: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, precision: str) -> PrecisionPlan:
-        """The plan of a configured precision, `fp32` or `bf16`."""
+        """The plan of a configured precision for the torch engine, `fp32` or `bf16`."""
         if precision == "fp32":
             return cls("fp32", "fp32", "fp32", "fp32")
         if precision == "bf16":
+            # The head in fp32, because logits that torch rounds to bf16 tie.
             return cls("bf16", "bf16", "bf16", "fp32")
         raise ModelError(f"precision {precision!r} is not one of fp32, bf16")
+
+    @classmethod
+    def native(cls, precision: str) -> PrecisionPlan:
+        """The plan of a configured precision for the native engine: `fp32`, `bf16` or `int8`.
+
+        In int8 the inputs of QKV and of the head are wide: a third of the parameters that made
+        half of the error (`docs/decisions/0005-native-cpu-engine.md`).
+        """
+        if precision == "fp32":
+            return cls("fp32", "fp32", "fp32", "fp32")
+        if precision == "bf16":
+            return cls("bf16", "bf16", "bf16", "bf16")
+        if precision == "int8":
+            return cls("int8", "int8", "bf16", "int8", frozenset({"qkv", "head"}))
+        raise ModelError(f"precision {precision!r} is not one of fp32, bf16, int8")
+
+    def product(self, role: str, layer: int = -1) -> str:
+        """How a matrix multiplies: fp32, bf16, int8, or int16 (8-bit weights, wide inputs)."""
+        if role in self.wide or f"{role}.{layer}" in self.wide:
+            return "int16"
+        return self.head if role == "head" else self.weights
+
+    def describe(self) -> str:
+        """For logs and reports, as `weights int8, kv bf16, wide qkv`."""
+        wide = f", wide {'+'.join(sorted(self.wide))}" if self.wide else ""
+        return f"weights {self.weights}, head {self.head}, kv {self.kv}{wide}"

@@ -1,4 +1,4 @@
-"""A `Program` as the arrays that the native decoder takes: packed matrices and fp32 vectors."""
+"""A `Program` as what the native decoder takes: packed matrices and fp32 vectors."""
 
 from __future__ import annotations
 
@@ -17,56 +17,68 @@ _STRIP, _GROUP = 16, 32
 
 
 @dataclass(frozen=True, slots=True)
-class PackedMatrix:
-    """One matrix in the layout of `src/kernels.h`. `format` says how it multiplies: int8, int16
-    (8-bit weights with 16-bit activations), bf16 or fp32. `layer` is -1 outside the layers."""
+class MatrixLayout:
+    """One matrix of the decoder. `layer` is -1 outside the layers; `format` says how it
+    multiplies: int8, int16 (8-bit weights, 16-bit activations), bf16 or fp32."""
 
     role: str
     layer: int
-    data: Bytes
     outputs: int
     inputs: int
-    multiplier: float
     format: str
 
     @property
     def name(self) -> str:
         return self.role if self.layer < 0 else f"layers.{self.layer}.{self.role}"
 
+    @property
+    def packed_bytes(self) -> int:
+        """Size in the layout of `src/kernels.h`, a multiple of 64."""
+        return _native.packed_bytes(self.format, self.outputs, self.inputs)
 
-def matrices(program: Program, threads: int) -> Iterator[PackedMatrix]:
-    """Packs the matrices one by one, in the order in which a forward reads them."""
-    spec, weights, plan = program.spec, program.weights, program.plan
-    embedding = "embedding" if spec.tied_embeddings else "head"
+
+def layouts(program: Program) -> list[MatrixLayout]:
+    """All matrices in the order in which a forward reads them. With tied embeddings the head is
+    the embedding too, so that only the head is listed."""
+    spec, plan = program.spec, program.plan
+    hidden, vocab = spec.hidden_size, spec.vocab_size
+    listed: list[MatrixLayout] = []
+
+    def add(role: str, layer: int, outputs: int, inputs: int) -> None:
+        listed.append(MatrixLayout(role, layer, outputs, inputs, plan.product(role, layer)))
+
     if not spec.tied_embeddings:
-        yield _pack("embedding", -1, weights.load("embedding"), plan.format("embedding"), threads)
+        add("embedding", -1, vocab, hidden)
+    padded = spec.intermediate_size + -spec.intermediate_size % _GROUP
     for layer in range(spec.num_layers):
-        load = _loader(program, layer)
-        for role, matrix in (
-            ("qkv", lambda load=load: np.concatenate([load("q"), load("k"), load("v")])),
-            ("output", lambda load=load: load("o")),
-            ("gate_up", lambda load=load: interleaved(load("gate"), load("up"))),
-            ("down", lambda load=load: load("down")),
-        ):
-            yield _pack(role, layer, matrix(), plan.format(role, layer), threads)
-    yield _pack("head", -1, weights.load(embedding), plan.format("head"), threads)
+        add("qkv", layer, spec.query_size + 2 * spec.kv_size, hidden)
+        add("output", layer, hidden, spec.query_size)
+        add("gate_up", layer, 2 * padded, hidden)
+        add("down", layer, hidden, spec.intermediate_size)
+    add("head", -1, vocab, hidden)
+    return listed
+
+
+def pack(program: Program, layout: MatrixLayout, out: Bytes, threads: int) -> float:
+    """Reads one matrix of the program and packs it into `out`; returns its multiplier."""
+    matrix = np.ascontiguousarray(_matrix(program, layout), np.float32)
+    return _native.pack(matrix, layout.format, threads, out)
 
 
 def vectors(program: Program) -> Iterator[tuple[str, int, Float32]]:
     """(role, layer, values) of norms and biases."""
     spec = program.spec
     for layer in range(spec.num_layers):
-        load = _loader(program, layer)
-        yield "attention_norm", layer, load("attention_norm")
-        yield "mlp_norm", layer, load("mlp_norm")
+        yield "attention_norm", layer, _load(program, layer, "attention_norm")
+        yield "mlp_norm", layer, _load(program, layer, "mlp_norm")
         if spec.qk_norm:
-            yield "q_norm", layer, load("q_norm")
-            yield "k_norm", layer, load("k_norm")
+            yield "q_norm", layer, _load(program, layer, "q_norm")
+            yield "k_norm", layer, _load(program, layer, "k_norm")
         if spec.qkv_bias:
-            biases = [load("q_bias"), load("k_bias"), load("v_bias")]
+            biases = [_load(program, layer, role) for role in ("q_bias", "k_bias", "v_bias")]
             yield "qkv_bias", layer, np.concatenate(biases)
         if spec.output_bias:
-            yield "output_bias", layer, load("o_bias")
+            yield "output_bias", layer, _load(program, layer, "o_bias")
     yield "final_norm", -1, program.weights.load("final_norm")
 
 
@@ -80,12 +92,22 @@ def interleaved(gate: Float32, up: Float32) -> Float32:
     return np.stack(strips, axis=1).reshape(-1, gate.shape[1])
 
 
-def _loader(program: Program, layer: int):  # type: ignore[no-untyped-def]
-    return lambda role: program.weights.load(f"layers.{layer}.{role}")
+def _matrix(program: Program, layout: MatrixLayout) -> Float32:
+    layer = layout.layer
+    match layout.role:
+        case "qkv":
+            return np.concatenate([_load(program, layer, role) for role in ("q", "k", "v")])
+        case "output":
+            return _load(program, layer, "o")
+        case "gate_up":
+            return interleaved(_load(program, layer, "gate"), _load(program, layer, "up"))
+        case "down":
+            return _load(program, layer, "down")
+        case "head" if program.spec.tied_embeddings:
+            return program.weights.load("embedding")
+        case role:
+            return program.weights.load(role)
 
 
-def _pack(role: str, layer: int, matrix: Float32, form: str, threads: int) -> PackedMatrix:
-    outputs, inputs = matrix.shape
-    data = np.empty(_native.packed_bytes(form, outputs, inputs), np.uint8)
-    multiplier = _native.pack(np.ascontiguousarray(matrix, np.float32), form, threads, data)
-    return PackedMatrix(role, layer, data, outputs, inputs, multiplier, form)
+def _load(program: Program, layer: int, role: str) -> Float32:
+    return program.weights.load(f"layers.{layer}.{role}")

@@ -27,8 +27,8 @@ NOWHERE = ModelFiles("none", Path("/nonexistent"), "safetensors")
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"engine": "tensorrt"}, "engine 'tensorrt' is not one of reference, torch, transformers"),
-        ({"precision": "int3"}, "precision 'int3' is not one of auto, fp32, bf16"),
+        ({"engine": "tensorrt"}, "engine 'tensorrt' is not one of auto, native, reference, torch"),
+        ({"precision": "int3"}, "precision 'int3' is not one of auto, fp32, bf16, int8"),
         ({"device": "cuda:77"}, "device 'cuda:77' cannot be used"),
         ({"device": "abacus"}, "device 'abacus' cannot be used"),
     ],

@@ -217,7 +217,8 @@ size_t packed_bytes(const std::string& format, int outputs, int inputs) {
     return mirror::packed_bytes(format_named(format), outputs, inputs);
 }
 
-// Best of `rounds` readings, each thread its own part of `bytes`, in GB/s.
+// Best of `rounds` joint readings, each thread its own part of `bytes`, in GB/s. A round lasts from
+// the first thread's begin to the last one's end, so that no thread is timed while others rest.
 double read_bandwidth(int threads, size_t bytes, int rounds) {
     if (threads < 1 || threads > 1024 || bytes < (1u << 20) || rounds < 1) {
         throw std::invalid_argument("threads, bytes or rounds are out of range");
@@ -227,38 +228,39 @@ double read_bandwidth(int threads, size_t bytes, int rounds) {
     const size_t part = bytes / static_cast<size_t>(threads) / 4096 * 4096;
     const size_t huge = size_t{2} << 20;
     const size_t mapped = (part + 8192 + huge - 1) / huge * huge;
-    std::vector<double> best(static_cast<size_t>(threads), 1e9);
-    std::atomic<int> ready{0};
-    std::atomic<uint64_t> sink{0};
-    auto work = [&](int thread) {
+    using Clock = std::chrono::steady_clock;
+    std::vector<Clock::time_point> begins(static_cast<size_t>(threads)), ends(begins);
+    std::vector<void*> memory;
+    for (int i = 0; i < threads; ++i) {
         void* p = mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-        if (p == MAP_FAILED) std::terminate();
+        if (p == MAP_FAILED) throw std::bad_alloc();
         (void)madvise(p, mapped, MADV_HUGEPAGE);
-        std::memset(p, thread + 1, mapped);
-        for (int round = 0; round < rounds; ++round) {
-            const int wanted = (round + 1) * threads;
-            ready.fetch_add(1);
-            while (ready.load() < wanted) sched_yield();
-            const auto begin = std::chrono::steady_clock::now();
-            sink.fetch_add(kernels.read(static_cast<const uint8_t*>(p), part));
-            const std::chrono::duration<double> took = std::chrono::steady_clock::now() - begin;
-            double& mine = best[static_cast<size_t>(thread)];
-            mine = std::min(mine, took.count());
-        }
-        munmap(p, mapped);
-    };
-    std::vector<std::thread> team;
-    for (int i = 1; i < threads; ++i) team.emplace_back(work, i);
-    work(0);
-    for (auto& thread : team) thread.join();
-    double total = 0;
-    for (double seconds : best) total += static_cast<double>(part) / seconds / 1e9;
-    return total;
+        std::memset(p, i + 1, mapped);
+        memory.push_back(p);
+    }
+    mirror::Team team(threads, mirror::usable_cores(threads));
+    std::atomic<uint64_t> sink{0};
+    double best = 1e9;
+    for (int round = 0; round < rounds; ++round) {
+        team.run([&](int thread) {
+            const size_t at = static_cast<size_t>(thread);
+            team.barrier();
+            begins[at] = Clock::now();
+            sink.fetch_add(kernels.read(static_cast<const uint8_t*>(memory[at]), part));
+            ends[at] = Clock::now();
+        });
+        const std::chrono::duration<double> took = *std::max_element(ends.begin(), ends.end()) -
+                                                   *std::min_element(begins.begin(), begins.end());
+        best = std::min(best, took.count());
+    }
+    for (void* p : memory) munmap(p, mapped);
+    return static_cast<double>(part) * threads / best / 1e9;
 }
 
 }  // namespace
 
 void bind_decoder(nb::module_& m) {
+    m.def("usable_cores", &mirror::usable_cores, nb::arg("threads"));
     m.def("available_isas", &mirror::available_isas,
           "Instruction sets of this build that this machine runs, best first.");
     m.def("pack", &pack, nb::arg("weights").noconvert(), nb::arg("format"), nb::arg("threads"),

@@ -11,8 +11,6 @@ constexpr int kRowsAtOnce = 8;
 #else
 constexpr int kRowsAtOnce = 2;
 #endif
-// Distance of the software prefetch; the hardware's own stops at each 4 KB page.
-constexpr size_t kAhead = 4096;
 
 template <Format format, int rows> struct Products;
 
@@ -67,11 +65,24 @@ template <int rows> struct Products<kInt16, rows> {
 template <int rows> struct Products<kInt8, rows> : Products<kInt16, rows> {};
 #endif
 
+// Weights stream from memory in the first tile of rows. The hardware prefetcher does that best when
+// left alone (a software prefetch some KB ahead cost 30 % on Zen 4); with one or two rows it gains
+// 5-25 % when a group's lines are asked for at once. In the second tile the strip comes from the
+// cache and memory would idle: fetch what the next strip needs.
+template <int lines, int rows> FORCE void fetch(const uint8_t* w, const uint8_t* next) {
+    if (rows <= 2) {
+        for (int line = 0; line < lines; ++line) prefetch(w + 64 * line);
+    } else if (next) {
+        for (int line = 0; line < lines; ++line) prefetch2(next + 64 * line);
+    }
+}
+
 template <Format format, int rows>
-FORCE void integer_tile(const uint8_t* w, const uint8_t* x, const float* scales, int groups, F* y) {
+FORCE void integer_tile(const uint8_t* w, const uint8_t* next, const uint8_t* x, const float* scales, int groups, F* y) {
     for (int m = 0; m < rows; ++m) y[m] = zero();
     for (int group = 0; group < groups; ++group) {
-        for (int line = 0; line < 9; ++line) prefetch(w + kAhead + 64 * line);
+        fetch<9, rows>(w, next);
+        if (next) next += 576;
         I sum[rows];
         Products<format, rows>::group(w, x, sum);
         const F scale = from_fp16(reinterpret_cast<const uint16_t*>(w + 512));
@@ -89,15 +100,16 @@ FORCE void integer_tile(const uint8_t* w, const uint8_t* x, const float* scales,
 }
 
 template <Format format, int rows>
-FORCE void float_tile(const uint8_t* w, const uint8_t* x, int groups, F* y) {
+FORCE void float_tile(const uint8_t* w, const uint8_t* next, const uint8_t* x, int groups, F* y) {
     constexpr int lines = format == kBf16 ? 16 : 32;
     for (int m = 0; m < rows; ++m) y[m] = zero();
     for (int group = 0; group < groups; ++group) {
         F sum[rows];
         for (int m = 0; m < rows; ++m) sum[m] = zero();
+        fetch<lines, rows>(w, next);
+        if (next) next += 64 * lines;
 #pragma GCC unroll 16
         for (int line = 0; line < lines; ++line) {
-            prefetch(w + kAhead + 64 * line);
 #pragma GCC unroll 8
             for (int m = 0; m < rows; ++m) {
                 const int32_t value = load32(x + kRowBytes[format] * m + 4 * line);
@@ -112,35 +124,36 @@ FORCE void float_tile(const uint8_t* w, const uint8_t* x, int groups, F* y) {
 }
 
 template <Format format, int rows>
-static void tile(const uint8_t* w, const uint8_t* x, const float* scales, int groups, float* out) {
+static void tile(const uint8_t* w, const uint8_t* next, const uint8_t* x, const float* scales,
+                 int groups, float* out) {
     F y[rows];
     if constexpr (format == kInt8 || format == kInt16) {
-        integer_tile<format, rows>(w, x, scales, groups, y);
+        integer_tile<format, rows>(w, next, x, scales, groups, y);
     } else {
-        float_tile<format, rows>(w, x, groups, y);
+        float_tile<format, rows>(w, next, x, groups, y);
     }
     for (int m = 0; m < rows; ++m) store(out + 16 * m, y[m]);
 }
 
 template <Format format>
-FORCE void tile_rows(const uint8_t* w, const uint8_t* x, const float* scales, int groups, int rows,
-                     float* out) {
+FORCE void tile_rows(const uint8_t* w, const uint8_t* next, const uint8_t* x, const float* scales,
+                     int groups, int rows, float* out) {
 #if MIRROR_SET >= 2
     switch (rows) {
-        case 1: return tile<format, 1>(w, x, scales, groups, out);
-        case 2: return tile<format, 2>(w, x, scales, groups, out);
-        case 3: return tile<format, 3>(w, x, scales, groups, out);
-        case 4: return tile<format, 4>(w, x, scales, groups, out);
-        case 5: return tile<format, 5>(w, x, scales, groups, out);
-        case 6: return tile<format, 6>(w, x, scales, groups, out);
-        case 7: return tile<format, 7>(w, x, scales, groups, out);
-        default: return tile<format, 8>(w, x, scales, groups, out);
+        case 1: return tile<format, 1>(w, next, x, scales, groups, out);
+        case 2: return tile<format, 2>(w, next, x, scales, groups, out);
+        case 3: return tile<format, 3>(w, next, x, scales, groups, out);
+        case 4: return tile<format, 4>(w, next, x, scales, groups, out);
+        case 5: return tile<format, 5>(w, next, x, scales, groups, out);
+        case 6: return tile<format, 6>(w, next, x, scales, groups, out);
+        case 7: return tile<format, 7>(w, next, x, scales, groups, out);
+        default: return tile<format, 8>(w, next, x, scales, groups, out);
     }
 #else
     for (; rows >= 2; rows -= 2, x += 2 * kRowBytes[format], scales += 4, out += 32) {
-        tile<format, 2>(w, x, scales, groups, out);
+        tile<format, 2>(w, next, x, scales, groups, out);
     }
-    if (rows == 1) tile<format, 1>(w, x, scales, groups, out);
+    if (rows == 1) tile<format, 1>(w, next, x, scales, groups, out);
 #endif
 }
 
@@ -148,14 +161,15 @@ FORCE void tile_rows(const uint8_t* w, const uint8_t* x, const float* scales, in
 static void strip_tile(const Matrix& a, int strip, const Tiles& x, int tile_index, int rows,
                        float* out) {
     const uint8_t* w = a.strips + static_cast<size_t>(strip) * a.strip_bytes();
+    const uint8_t* next = tile_index == 1 ? w + a.strip_bytes() : nullptr;
     const size_t at = static_cast<size_t>(tile_index) * a.groups * kTile;
     const uint8_t* values = x.values + at * kRowBytes[a.format];
     const float* scales = x.scales + at * 2;
     switch (a.format) {
-        case kInt8: return tile_rows<kInt8>(w, values, scales, a.groups, rows, out);
-        case kInt16: return tile_rows<kInt16>(w, values, scales, a.groups, rows, out);
-        case kBf16: return tile_rows<kBf16>(w, values, scales, a.groups, rows, out);
-        default: return tile_rows<kFp32>(w, values, scales, a.groups, rows, out);
+        case kInt8: return tile_rows<kInt8>(w, next, values, scales, a.groups, rows, out);
+        case kInt16: return tile_rows<kInt16>(w, next, values, scales, a.groups, rows, out);
+        case kBf16: return tile_rows<kBf16>(w, next, values, scales, a.groups, rows, out);
+        default: return tile_rows<kFp32>(w, next, values, scales, a.groups, rows, out);
     }
 }
 

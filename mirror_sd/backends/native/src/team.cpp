@@ -32,9 +32,43 @@ void pin_to(int core) {
     (void)pthread_setaffinity_np(pthread_self(), sizeof set, &set);
 }
 
+// Pins the calling thread for a scope: with a helper on its core each barrier would cost a slice of
+// the scheduler, and left alone the system does put them together.
+class PinnedFor {
+public:
+    explicit PinnedFor(int core) {
+        if (core < 0) return;
+        if (sched_getaffinity(0, sizeof before_, &before_) != 0) return;
+        pin_to(core);
+        pinned_ = true;
+    }
+    ~PinnedFor() {
+        if (pinned_) (void)pthread_setaffinity_np(pthread_self(), sizeof before_, &before_);
+    }
+    PinnedFor(const PinnedFor&) = delete;
+    PinnedFor& operator=(const PinnedFor&) = delete;
+
+private:
+    cpu_set_t before_;
+    bool pinned_ = false;
+};
+
 }  // namespace
 
-Team::Team(int threads, const std::vector<int>& cores) : threads_(threads) {
+std::vector<int> usable_cores(int threads) {
+    cpu_set_t set;
+    CPU_ZERO(&set);
+    std::vector<int> cores;
+    if (sched_getaffinity(0, sizeof set, &set) != 0) return cores;
+    for (int core = 0; core < CPU_SETSIZE; ++core) {
+        if (CPU_ISSET(static_cast<size_t>(core), &set)) cores.push_back(core);
+    }
+    if (cores.size() < static_cast<size_t>(threads)) cores.clear();
+    return cores;
+}
+
+Team::Team(int threads, const std::vector<int>& cores)
+    : threads_(threads), caller_core_(cores.empty() ? -1 : cores.front()) {
     for (int i = 1; i < threads; ++i) {
         const int core = static_cast<size_t>(i) < cores.size() ? cores[static_cast<size_t>(i)] : -1;
         workers_.emplace_back([this, i, core] { serve(i, core); });
@@ -56,6 +90,7 @@ void Team::run(const std::function<void(int)>& work) {
         work(0);
         return;
     }
+    const PinnedFor pinned(caller_core_);
     work_ = &work;
     finished_.store(0, std::memory_order_relaxed);
     epoch_.fetch_add(1);

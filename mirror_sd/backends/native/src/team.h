@@ -15,7 +15,8 @@ namespace mirror {
 // the next decode step comes within a fraction of a millisecond, then sleep.
 class Team {
 public:
-    // cores: one core for each thread, or empty to leave the placement to the system.
+    // cores: one core for each thread, or empty to leave the placement to the system. The caller of
+    // `run` is pinned to the first one for the time of the run.
     Team(int threads, const std::vector<int>& cores);
     ~Team();
     Team(const Team&) = delete;
@@ -51,6 +52,7 @@ private:
     bool await_run(uint32_t seen);
 
     const int threads_;
+    const int caller_core_;
     alignas(64) std::atomic<int> arrived_{0};
     alignas(64) std::atomic<uint32_t> generation_{0};
     alignas(64) std::atomic<uint32_t> epoch_{0};
@@ -62,6 +64,10 @@ private:
     std::condition_variable wake_;
     std::vector<std::thread> workers_;
 };
+
+// One core for each thread out of those this process may use, or none if they are fewer: then the
+// system places the threads.
+std::vector<int> usable_cores(int threads);
 
 // Tasks 0..count-1 of one phase, shared by a team: each thread takes its own range in order, then
 // what others have left. Which thread computes a task never changes a result.

@@ -178,6 +178,7 @@ FORCE int32_t reduce_iadd(I x) {
     return _mm_cvtsi128_si32(_mm_add_epi32(four, _mm_shuffle_epi32(four, 0xb1)));
 }
 FORCE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+FORCE void prefetch2(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
 
 #else  // portable: the compiler's vectors
 
@@ -292,6 +293,7 @@ FORCE int32_t reduce_iadd(I x) {
     return sum;
 }
 FORCE void prefetch(const void* p) { __builtin_prefetch(p); }
+FORCE void prefetch2(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 #endif
 

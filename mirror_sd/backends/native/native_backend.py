@@ -1,0 +1,144 @@
+"""The native back end: the protocol's face of `_native.Decoder`, on the CPU."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from mirror_sd import _native
+from mirror_sd.backends.native import lowering, packed_file
+from mirror_sd.backends.protocol import Capabilities, Float32, RaggedBatch
+from mirror_sd.errors import ConfigError
+from mirror_sd.uir.program import Program
+from mirror_sd.uir.rope import inverse_frequencies
+
+log = logging.getLogger(__name__)
+
+ISA_VARIABLE = "MIRROR_SD_ISA"
+
+
+def chosen_isa(environ: Mapping[str, str] = os.environ) -> str:
+    """The best instruction set of this machine, or the one that MIRROR_SD_ISA names.
+
+    Raises `ConfigError` if that one is not available.
+    """
+    available = _native.available_isas()
+    wanted = environ.get(ISA_VARIABLE, "") or available[0]
+    if wanted not in available:
+        raise ConfigError(
+            f"{ISA_VARIABLE}={wanted!r} is not one of {', '.join(available)}, which this machine"
+            " and this build have"
+        )
+    return wanted
+
+
+class NativeBackend:
+    """Raises `ValueError` on a bad batch and leaves the cache as it was.
+
+    source: the model file or directory, to name its packed weights on disk; None packs them in
+    memory. isa: one of `_native.available_isas()`.
+    """
+
+    def __init__(
+        self, program: Program, *, threads: int, isa: str, source: Path | None = None
+    ) -> None:
+        self._vocab = program.spec.vocab_size
+        self._decoder = _make_decoder(program, threads, isa)
+        self._logits = np.empty((0, self._vocab), np.float32)
+        self.weight_bytes = _load_weights(self._decoder, program, threads, source)
+        self._capabilities = Capabilities(
+            name="native",
+            device="cpu",
+            precision=program.plan.weights,
+            vocab_size=self._vocab,
+            max_context=program.spec.max_context,
+            # By construction, and held by tests/unit/backends/native.
+            bit_stable=True,
+            isa=isa,
+            detail=f"{threads} threads, {program.plan.describe()}",
+        )
+        log.info("native engine: %s, %s", isa, self._capabilities.detail)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._capabilities
+
+    def kv_bytes_per_block(self, block_size: int) -> int:
+        return self._decoder.kv_bytes_per_block(block_size)
+
+    def allocate_kv(self, num_blocks: int, block_size: int) -> None:
+        self._decoder.allocate_kv(num_blocks, block_size)
+
+    def forward(self, batch: RaggedBatch) -> Float32:
+        rows = len(batch.logit_rows)
+        if rows > len(self._logits):
+            self._logits = np.empty((rows, self._vocab), np.float32)
+        self._decoder.forward(
+            batch.token_ids,
+            batch.positions,
+            batch.sequence_offsets,
+            batch.block_tables,
+            batch.logit_rows,
+            self._logits,
+        )
+        return self._logits[:rows]
+
+
+def _make_decoder(program: Program, threads: int, isa: str) -> _native.Decoder:
+    spec = program.spec
+    frequencies, scale = inverse_frequencies(spec)
+    return _native.Decoder(
+        vocab_size=spec.vocab_size,
+        hidden_size=spec.hidden_size,
+        intermediate_size=spec.intermediate_size,
+        layers=spec.num_layers,
+        heads=spec.num_heads,
+        kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        max_context=spec.max_context,
+        rms_eps=spec.rms_eps,
+        rope_scale=scale,
+        frequencies=frequencies,
+        windows=[window or 0 for window in spec.windows],
+        fp32_cache=program.plan.kv == "fp32",
+        isa=isa,
+        threads=threads,
+        cores=_native.usable_cores(threads),
+    )
+
+
+def _load_weights(
+    decoder: _native.Decoder, program: Program, threads: int, source: Path | None
+) -> int:
+    """Gives the decoder all weights; returns the bytes of the matrices."""
+    layouts = lowering.layouts(program)
+
+    def pack(layout: lowering.MatrixLayout, out: lowering.Bytes) -> float:
+        return lowering.pack(program, layout, out, threads)
+
+    if source is None:
+        packed = packed_file.pack_in_memory(layouts, pack)
+    else:
+        packed = packed_file.load_or_pack(packed_file.path_for(source, layouts), layouts, pack)
+    for layout, data, multiplier in zip(layouts, packed.data, packed.multipliers, strict=True):
+        roles = [layout.role]
+        if layout.role == "head" and program.spec.tied_embeddings:
+            roles.append("embedding")
+        for role in roles:
+            decoder.set_matrix(
+                role,
+                layout.layer,
+                data,
+                layout.outputs,
+                layout.inputs,
+                multiplier,
+                layout.format,
+            )
+    for role, layer, values in lowering.vectors(program):
+        decoder.set_vector(role, layer, np.ascontiguousarray(values, np.float32))
+    decoder.seal()
+    return sum(len(data) for data in packed.data)

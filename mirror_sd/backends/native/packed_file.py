@@ -1,0 +1,152 @@
+"""Packed weights on disk, so that a later start maps them instead of packing again.
+
+A safetensors file: one U8 tensor for each matrix, in the order of execution, each at a multiple of
+64 bytes, and `multipliers`, F32 in the same order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mirror_sd.backends.native.lowering import MatrixLayout
+from mirror_sd.model_store import cache_dir
+
+Bytes = NDArray[np.uint8]
+log = logging.getLogger(__name__)
+
+# Part of a file's name: raised when the same weights are packed differently.
+LAYOUT_VERSION = 1
+_ALIGNMENT = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeights:
+    """Matrices by position in the list of layouts. `data` are views of one array or map."""
+
+    data: list[Bytes]
+    multipliers: list[float]
+
+
+def path_for(source: Path, layouts: Sequence[MatrixLayout]) -> Path:
+    """Where the packed weights of a model file (or directory) lie; changes with its contents."""
+    parts = [str(LAYOUT_VERSION), str(source.absolute())]
+    files = sorted(source.glob("*.safetensors")) if source.is_dir() else [source]
+    for file in files:
+        status = file.stat()
+        parts.append(f"{file.name} {status.st_size} {status.st_mtime_ns}")
+    parts += [f"{item.name} {item.outputs} {item.inputs} {item.format}" for item in layouts]
+    digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
+    return cache_dir() / "packed" / f"{digest}.safetensors"
+
+
+def load_or_pack(
+    path: Path, layouts: Sequence[MatrixLayout], pack: Callable[[MatrixLayout, Bytes], float]
+) -> PackedWeights:
+    """The weights from `path`; if they are not there, packs them, in memory if the disk refuses."""
+    weights = _read(path, layouts)
+    if weights is not None:
+        return weights
+    try:
+        _write(path, layouts, pack)
+    except OSError as error:
+        log.warning("the packed weights are not cached: %s", error)
+    weights = _read(path, layouts)
+    return weights if weights is not None else pack_in_memory(layouts, pack)
+
+
+def _header(layouts: Sequence[MatrixLayout]) -> tuple[bytes, list[int], int]:
+    """(length and header, offset of each matrix and of the multipliers, size of the file)."""
+    entries: dict[str, object] = {"__metadata__": {"format": "mirror-sd packed"}}
+    offsets, at = [], 0
+    for layout in layouts:
+        end = at + layout.packed_bytes
+        entries[layout.name] = {"dtype": "U8", "shape": [end - at], "data_offsets": [at, end]}
+        offsets.append(at)
+        at = end
+    end = at + 4 * len(layouts)
+    entries["multipliers"] = {"dtype": "F32", "shape": [len(layouts)], "data_offsets": [at, end]}
+    text = json.dumps(entries).encode()
+    text += b" " * (-(len(text) + 8) % _ALIGNMENT)
+    start = 8 + len(text)
+    offsets = [start + offset for offset in (*offsets, at)]
+    return len(text).to_bytes(8, "little") + text, offsets, start + end
+
+
+def _write(
+    path: Path, layouts: Sequence[MatrixLayout], pack: Callable[[MatrixLayout, Bytes], float]
+) -> None:
+    header, offsets, size = _header(layouts)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(prefix=".new-", dir=path.parent)
+    scratch = Path(name)
+    try:
+        with os.fdopen(descriptor, "r+b") as file:
+            # Taken up at once: a full disk must be an error here, not a bus error in the map.
+            os.posix_fallocate(file.fileno(), 0, size)
+            file.write(header)
+            file.flush()
+            view = np.memmap(file, np.uint8, "r+", shape=(size,))
+            multipliers = _pack_all(layouts, view, offsets, pack)
+            view[offsets[-1] :] = np.array(multipliers, "<f4").view(np.uint8)
+            view.flush()
+        scratch.rename(path)
+    finally:
+        with suppress(FileNotFoundError):
+            scratch.unlink()
+
+
+def _pack_all(
+    layouts: Sequence[MatrixLayout],
+    memory: Bytes,
+    offsets: Sequence[int],
+    pack: Callable[[MatrixLayout, Bytes], float],
+) -> list[float]:
+    return [
+        pack(layout, memory[offset : offset + layout.packed_bytes])
+        for layout, offset in zip(layouts, offsets, strict=False)
+    ]
+
+
+def _read(path: Path, layouts: Sequence[MatrixLayout]) -> PackedWeights | None:
+    header, offsets, size = _header(layouts)
+    try:
+        with path.open("rb") as file:
+            if os.fstat(file.fileno()).st_size != size or file.read(len(header)) != header:
+                log.warning("%s is not what it should be; it is made again", path)
+                return None
+            memory = np.memmap(file, np.uint8, "r", shape=(size,))
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        log.warning("cannot read the packed weights: %s", error)
+        return None
+    multipliers = memory[offsets[-1] :].view("<f4").tolist()
+    return PackedWeights(_views(memory, layouts, offsets), multipliers)
+
+
+def pack_in_memory(
+    layouts: Sequence[MatrixLayout], pack: Callable[[MatrixLayout, Bytes], float]
+) -> PackedWeights:
+    _, offsets, size = _header(layouts)
+    memory = np.empty(size + _ALIGNMENT, np.uint8)
+    memory = memory[-memory.ctypes.data % _ALIGNMENT :][:size]
+    multipliers = _pack_all(layouts, memory, offsets, pack)
+    return PackedWeights(_views(memory, layouts, offsets), multipliers)
+
+
+def _views(memory: Bytes, layouts: Sequence[MatrixLayout], offsets: Sequence[int]) -> list[Bytes]:
+    return [
+        np.asarray(memory[offset : offset + layout.packed_bytes])
+        for layout, offset in zip(layouts, offsets, strict=False)
+    ]
