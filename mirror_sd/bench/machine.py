@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -56,6 +56,41 @@ def read_bandwidth(threads: int) -> float:
             list(pool.map(np.sum, parts))
             spans.append(time.perf_counter() - begin)
     return round(READ_BYTES / float(np.median(spans)) / 1e9, 1)
+
+
+class OtherLoad:
+    """How many cores others kept busy while a process was measured.
+
+    `cores` is known when the context is left: what the machine's CPUs did, user and system, less
+    what process `pid` did. Above a few hundredths a measurement was disturbed.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self.cores = 0.0
+
+    def __enter__(self) -> Self:
+        self._begin = time.monotonic()
+        self._busy, self._own = _busy_ticks(), _own_ticks(self._pid)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        spent = time.monotonic() - self._begin
+        others = (_busy_ticks() - self._busy) - (_own_ticks(self._pid) - self._own)
+        self.cores = round(max(others / os.sysconf("SC_CLK_TCK") / spent, 0.0), 2)
+
+
+def _busy_ticks() -> int:
+    """Clock ticks that all CPUs have spent on anything but idling and waiting."""
+    total = Path("/proc/stat").read_text(encoding="utf-8").splitlines()[0].split()[1:9]
+    ticks = [int(value) for value in total]
+    return sum(ticks) - ticks[3] - ticks[4]
+
+
+def _own_ticks(pid: int) -> int:
+    text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
+    fields = text.rpartition(")")[2].split()
+    return int(fields[11]) + int(fields[12])
 
 
 def _native_read() -> Callable[[int, int], float] | None:

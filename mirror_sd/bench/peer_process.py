@@ -92,6 +92,10 @@ class PeerProcess:
             raise PeerFailed(reply["error"])
         return reply["value"]
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def close(self) -> None:
         """End the process and all that it started."""
         self._signal(signal.SIGKILL)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mirror_sd.bench import machine, peer_lineup
+from mirror_sd.bench.machine import OtherLoad
 from mirror_sd.bench.peer_lineup import OURS, Contestant
 from mirror_sd.bench.peer_process import PeerFailed, PeerProcess
 from mirror_sd.bench.token_times import Answer, rates
@@ -127,7 +128,10 @@ class Sitting:
         max_tokens: int,
     ) -> None:
         before = machine.read_bandwidth(self._task.threads)
-        timelines = process.call("generate", TURN_TIMEOUT_S, prompts=prompts, max_tokens=max_tokens)
+        with OtherLoad(process.pid) as others:
+            timelines = process.call(
+                "generate", TURN_TIMEOUT_S, prompts=prompts, max_tokens=max_tokens
+            )
         after = machine.read_bandwidth(self._task.threads)
         answers = [Answer(start, tuple(times)) for start, times in timelines]
         if not answers or not all(answer.times for answer in answers):
@@ -138,8 +142,9 @@ class Sitting:
         row = {"mode": mode, "turn": turn, "engine": one.name, **figures}
         row["peak_rss_mb"] = process.call("peak_rss_mb")
         row["read_gb_s"] = [before, after]
+        row["other_cores"] = others.cores
         self.rows.append(row)
-        self._report(f"{mode} {one.name}: {row['tok_s']} tok/s")
+        self._report(f"{mode} {one.name}: {row['tok_s']} tok/s, others {others.cores} cores")
 
 
 def _reading(answers: Sequence[Answer], length: int) -> Row:

@@ -12,6 +12,7 @@ import importlib.metadata
 import json
 import os
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -68,6 +69,7 @@ def serve(handlers: Mapping[str, Callable[..., Any]]) -> None:
         try:
             reply = {"value": handlers[request.pop("call")](**request)}
         except Exception as error:  # noqa: BLE001 - told to the caller, who decides
+            traceback.print_exc()
             said = (str(error).strip() or "no message").splitlines()
             reply = {"error": f"{type(error).__name__}: {said[0][:500]}"}
         answers.write(json.dumps(reply) + "\n")
