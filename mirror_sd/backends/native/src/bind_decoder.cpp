@@ -34,7 +34,9 @@ mirror::Format format_named(const std::string& name) {
     if (name == "int16") return mirror::kInt16;
     if (name == "bf16") return mirror::kBf16;
     if (name == "fp32") return mirror::kFp32;
-    throw std::invalid_argument("format '" + name + "' is not one of int8, int16, bf16, fp32");
+    if (name == "rotated") return mirror::kRotated;
+    throw std::invalid_argument("format '" + name +
+                                "' is not one of int8, int16, rotated, bf16, fp32");
 }
 
 // Keeps the arrays that matrices point into.

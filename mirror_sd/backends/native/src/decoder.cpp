@@ -28,6 +28,29 @@ std::shared_ptr<uint8_t> map_zeroed(size_t bytes) {
     return {static_cast<uint8_t*>(p), [size](uint8_t* q) { munmap(q, size); }};
 }
 
+// Zeroed memory at a cache line: a strip's outputs fill lines that no other thread writes.
+template <typename T> class Buffer {
+public:
+    void resize(size_t count) {
+        const size_t bytes = (count * sizeof(T) + 63) / 64 * 64 + 64;
+        void* p = std::aligned_alloc(64, bytes);
+        if (p == nullptr) throw std::bad_alloc();
+        std::memset(p, 0, bytes);
+        memory_.reset(static_cast<T*>(p));
+        size_ = count;
+    }
+    T* data() const { return memory_.get(); }
+    size_t size() const { return size_; }
+    T& operator[](size_t i) const { return memory_.get()[i]; }
+
+private:
+    struct Free {
+        void operator()(T* p) const { std::free(p); }
+    };
+    std::unique_ptr<T, Free> memory_;
+    size_t size_ = 0;
+};
+
 [[noreturn]] void fail(const std::string& message) { throw std::invalid_argument(message); }
 
 void check_range(const std::string& what, const int32_t* values, int count, int end) {
@@ -44,16 +67,16 @@ void check_range(const std::string& what, const int32_t* values, int count, int 
 // Buffers of one forward; rows are padded to whole tiles.
 struct Decoder::Memory {
     int tokens = 0;
-    std::vector<float> x, qkv, mixed, cosines, sines;
-    std::vector<uint8_t> queries;
-    std::vector<uint8_t> a_values, b_values, c_values;
-    std::vector<float> a_scales, b_scales, c_scales;
+    Buffer<float> x, qkv, mixed, cosines, sines;
+    Buffer<uint8_t> queries;
+    Buffer<uint8_t> a_values, b_values, c_values;
+    Buffer<float> a_scales, b_scales, c_scales;
     Tiles a{}, b{}, c{};  // inputs of: QKV, gate and up, head; output projection; down
-    std::vector<float> slots;
+    Buffer<float> slots;
     struct PerThread {
-        std::vector<float> row;
-        std::vector<uint8_t> scratch;
-        std::vector<float> state;
+        Buffer<float> row;
+        Buffer<uint8_t> scratch;
+        Buffer<float> state;
     };
     std::vector<PerThread> threads;
 };
@@ -82,8 +105,8 @@ Decoder::Decoder(Spec spec, const KernelTable& kernels, int threads, const std::
     memory_ = std::make_shared<Memory>();
     memory_->threads.resize(static_cast<size_t>(threads));
     for (auto& own : memory_->threads) {
-        own.row.assign(static_cast<size_t>(std::max(hidden_, query_)), 0.0f);
-        own.scratch.resize(attention_scratch_bytes(padded_dim_) + 64);
+        own.row.resize(static_cast<size_t>(std::max(hidden_, query_)));
+        own.scratch.resize(attention_scratch_bytes(padded_dim_));
         own.state.resize(static_cast<size_t>(kMaxQueries) * (2 + padded_dim_));
     }
     for (int i = 0; i < spec_.layers * kPhasesPerLayer + 3; ++i) phases_.emplace_back(threads);
@@ -185,18 +208,18 @@ void Decoder::reserve(int tokens) {
     const int rows = round_up(tokens, kTile);
     if (rows <= m.tokens) return;
     const size_t count = static_cast<size_t>(rows);
-    m.x.assign(count * hidden_, 0.0f);
-    m.qkv.assign(count * qkv_stride_, 0.0f);
-    m.mixed.assign(count * query_, 0.0f);
-    m.cosines.assign(count * spec_.head_dim / 2, 0.0f);
-    m.sines.assign(count * spec_.head_dim / 2, 0.0f);
-    m.queries.assign(count * spec_.heads * units_ * 4, 0);
+    m.x.resize(count * hidden_);
+    m.qkv.resize(count * qkv_stride_);
+    m.mixed.resize(count * query_);
+    m.cosines.resize(count * spec_.head_dim / 2);
+    m.sines.resize(count * spec_.head_dim / 2);
+    m.queries.resize(count * spec_.heads * units_ * 4);
     const size_t widest = static_cast<size_t>(*std::max_element(
         kernels_.row_bytes, kernels_.row_bytes + (spec_.fp32_cache ? 4 : 3)));
-    auto tiles = [&](int width, std::vector<uint8_t>& values, std::vector<float>& scales) {
+    auto tiles = [&](int width, Buffer<uint8_t>& values, Buffer<float>& scales) {
         const int groups = width / kGroup;
-        values.assign(count * groups * widest, 0);
-        scales.assign(count * groups * 2, 0.0f);
+        values.resize(count * groups * widest);
+        scales.resize(count * groups * kRowNumbers);
         return Tiles{values.data(), scales.data(), groups};
     };
     m.a = tiles(hidden_, m.a_values, m.a_scales);
@@ -464,9 +487,7 @@ void Decoder::attend(int thread, const Batch& batch, int layer, const AttentionT
     AttentionState into = task.slot >= 0
                               ? slot_state(task.slot)
                               : AttentionState{state, state + kMaxQueries, state + 2 * kMaxQueries};
-    uint8_t* scratch = own.scratch.data();
-    scratch += (64 - reinterpret_cast<uintptr_t>(scratch) % 64) % 64;
-    kernels_.attention(t, spec_.fp32_cache, &into, scratch);
+    kernels_.attention(t, spec_.fp32_cache, &into, own.scratch.data());
     if (task.slot < 0) finish_rows(tile, task.kv_head, into);
 }
 
@@ -485,7 +506,6 @@ void Decoder::finish_rows(const Tile& tile, int kv_head, const AttentionState& s
 void Decoder::join_segments(int row) {
     const int index = tile_of_row_[static_cast<size_t>(row)];
     const Tile& tile = tiles_[static_cast<size_t>(index)];
-    std::vector<float> memory;
     for (int head = 0; head < spec_.kv_heads; ++head) {
         const size_t at = static_cast<size_t>(index * spec_.kv_heads + head);
         if (first_slot_[at] < 0) continue;

@@ -51,7 +51,7 @@ static uint64_t read(const uint8_t* p, size_t bytes) {
 
 static const KernelTable table = {
     MIRROR_STRING(MIRROR_ISA),
-    {kRowBytes[0], kRowBytes[1], kRowBytes[2], kRowBytes[3]},
+    {kRowBytes[0], kRowBytes[1], kRowBytes[2], kRowBytes[3], kRowBytes[4]},
     linear,
     gate_up,
     normalise,

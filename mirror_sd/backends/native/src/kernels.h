@@ -3,10 +3,12 @@
 // Weights: strips of 16 outputs. A strip is a sequence of groups of 32 inputs:
 //   u8:   8 lines of [16 outputs][4 inputs] bytes, then 16 scales and 16 minima in fp16 (576 bytes);
 //         weight = (scale * u + minimum) * multiplier, `multiplier` one power of two per matrix
+//   rotated: the same bytes; u - 128 are the codes of the group times a Hadamard matrix, `minimum` is
+//         what the group's weights have in common
 //   bf16: 16 lines of [16 outputs][2 inputs] (1024 bytes)
 //   fp32: 32 lines of [16 outputs] (2048 bytes)
-// Activations: tiles of 8 rows, [tile][group][8 rows][group bytes], beside them [tile][group][8][2]
-// floats: the group's scale and the sum of its dequantised values.
+// Activations: tiles of 8 rows, [tile][group][8 rows][group bytes], beside them [tile][group][8][4]
+// numbers: the group's scale, the sum of its values, and (an integer) where the products' sum starts.
 #pragma once
 
 #include <cstddef>
@@ -21,8 +23,13 @@ constexpr int kKeysPerChunk = 16;
 constexpr int kKeysPerSegment = 256;
 constexpr int kMaxQueries = 32;  // rows x heads of an attention tile
 
-// How a matrix multiplies: weights and activations together.
-enum Format { kInt8 = 0, kInt16 = 1, kBf16 = 2, kFp32 = 3, kFormats = 4 };
+constexpr int kRowNumbers = 4;
+
+// How a matrix multiplies: weights and activations together. kInt8 and kInt16 have 8-bit weights and
+// activations of 8 and 16 bits. kRotated has 8 bits on both sides, but multiplies each group of 32
+// by a Hadamard matrix first, weights when they are packed: then no input of a group stands out, and
+// 8 bits hold it twice as well (Ashkboos et al., QuaRot, 2024). A group of 4-bit codes stays exact.
+enum Format { kInt8 = 0, kInt16 = 1, kBf16 = 2, kFp32 = 3, kRotated = 4, kFormats = 5 };
 
 constexpr size_t strip_group_bytes(Format format) {
     return format == kBf16 ? 1024 : format == kFp32 ? 2048 : 576;

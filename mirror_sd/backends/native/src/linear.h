@@ -16,8 +16,8 @@ template <Format format, int rows> struct Products;
 
 #if MIRROR_SET == 3
 template <int rows> struct Products<kInt8, rows> {
-    FORCE void group(const uint8_t* w, const uint8_t* x, I* sum) {
-        for (int m = 0; m < rows; ++m) sum[m] = izero();
+    FORCE void group(const uint8_t* w, const uint8_t* x, const float* scales, I* sum) {
+        for (int m = 0; m < rows; ++m) sum[m] = iset1(load32(scales + kRowNumbers * m + 2));
 #pragma GCC unroll 8
         for (int line = 0; line < 8; ++line) {
             const I weights = iload(w + 64 * line);
@@ -29,7 +29,7 @@ template <int rows> struct Products<kInt8, rows> {
     }
 };
 template <int rows> struct Products<kInt16, rows> {
-    FORCE void group(const uint8_t* w, const uint8_t* x, I* sum) {
+    FORCE void group(const uint8_t* w, const uint8_t* x, const float*, I* sum) {
         I low[rows];
         for (int m = 0; m < rows; ++m) sum[m] = low[m] = izero();
 #pragma GCC unroll 8
@@ -47,8 +47,8 @@ template <int rows> struct Products<kInt16, rows> {
 };
 #else
 template <int rows> struct Products<kInt16, rows> {
-    FORCE void group(const uint8_t* w, const uint8_t* x, I* sum) {
-        for (int m = 0; m < rows; ++m) sum[m] = izero();
+    FORCE void group(const uint8_t* w, const uint8_t* x, const float* scales, I* sum) {
+        for (int m = 0; m < rows; ++m) sum[m] = iset1(load32(scales + kRowNumbers * m + 2));
         for (int line = 0; line < 8; ++line) {
             const I weights = iload(w + 64 * line);
             const I even = iand(weights, iset1(0x00ff00ff));
@@ -84,18 +84,18 @@ FORCE void integer_tile(const uint8_t* w, const uint8_t* next, const uint8_t* x,
         fetch<9, rows>(w, next);
         if (next) next += 576;
         I sum[rows];
-        Products<format, rows>::group(w, x, sum);
+        Products<format, rows>::group(w, x, scales, sum);
         const F scale = from_fp16(reinterpret_cast<const uint16_t*>(w + 512));
         const F minimum = from_fp16(reinterpret_cast<const uint16_t*>(w + 544));
 #pragma GCC unroll 8
         for (int m = 0; m < rows; ++m) {
-            const F part = mul(to_float(sum[m]), set1(scales[2 * m]));
+            const F part = mul(to_float(sum[m]), set1(scales[kRowNumbers * m]));
             y[m] = fma(part, scale, y[m]);
-            y[m] = fma(minimum, set1(scales[2 * m + 1]), y[m]);
+            y[m] = fma(minimum, set1(scales[kRowNumbers * m + 1]), y[m]);
         }
         w += 576;
         x += kTile * kRowBytes[format];
-        scales += kTile * 2;
+        scales += kTile * kRowNumbers;
     }
 }
 
@@ -150,7 +150,7 @@ FORCE void tile_rows(const uint8_t* w, const uint8_t* next, const uint8_t* x, co
         default: return tile<format, 8>(w, next, x, scales, groups, out);
     }
 #else
-    for (; rows >= 2; rows -= 2, x += 2 * kRowBytes[format], scales += 4, out += 32) {
+    for (; rows >= 2; rows -= 2, x += 2 * kRowBytes[format], scales += 2 * kRowNumbers, out += 32) {
         tile<format, 2>(w, next, x, scales, groups, out);
     }
     if (rows == 1) tile<format, 1>(w, next, x, scales, groups, out);
@@ -164,9 +164,10 @@ static void strip_tile(const Matrix& a, int strip, const Tiles& x, int tile_inde
     const uint8_t* next = tile_index == 1 ? w + a.strip_bytes() : nullptr;
     const size_t at = static_cast<size_t>(tile_index) * a.groups * kTile;
     const uint8_t* values = x.values + at * kRowBytes[a.format];
-    const float* scales = x.scales + at * 2;
+    const float* scales = x.scales + at * kRowNumbers;
     switch (a.format) {
-        case kInt8: return tile_rows<kInt8>(w, next, values, scales, a.groups, rows, out);
+        case kInt8:
+        case kRotated: return tile_rows<kInt8>(w, next, values, scales, a.groups, rows, out);
         case kInt16: return tile_rows<kInt16>(w, next, values, scales, a.groups, rows, out);
         case kBf16: return tile_rows<kBf16>(w, next, values, scales, a.groups, rows, out);
         default: return tile_rows<kFp32>(w, next, values, scales, a.groups, rows, out);

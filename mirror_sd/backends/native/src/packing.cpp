@@ -21,6 +21,10 @@ float float_of(uint32_t raw) {
     return x;
 }
 
+bool is_integer(Format format) {
+    return format == kInt8 || format == kInt16 || format == kRotated;
+}
+
 // One group of 32 weights as u8 with fp16 scale and minimum.
 struct Group {
     uint16_t scale;
@@ -53,6 +57,61 @@ Group quantise(const float* w) {
     return symmetric.error < ranged.error ? symmetric : ranged;
 }
 
+void hadamard(float* w) {
+    for (int width = 1; width < kGroup; width *= 2) {
+        for (int i = 0; i < kGroup; ++i) {
+            if (i & width) continue;
+            const float a = w[i], b = w[i + width];
+            w[i] = a + b;
+            w[i + width] = a - b;
+        }
+    }
+}
+
+// A group on a grid of 16 levels (GGUF Q4_0, Q4_1) has small integers for its transform.
+bool encode_rotated_levels(const float* w, Group& group) {
+    const auto [low, high] = std::minmax_element(w, w + kGroup);
+    const float step = (*high - *low) / 15.0f;
+    if (!(step > 0)) return false;
+    float levels[kGroup], sum = 0;
+    for (int i = 0; i < kGroup; ++i) {
+        const float level = (w[i] - *low) / step;
+        levels[i] = std::nearbyint(level);
+        if (std::fabs(level - levels[i]) > 0.01f) return false;
+        sum += levels[i];
+    }
+    const float middle = std::nearbyint(sum / kGroup);
+    for (float& level : levels) level -= middle;
+    hadamard(levels);
+    for (int i = 0; i < kGroup; ++i) {
+        if (std::fabs(levels[i]) > 127) return false;
+        group.values[i] = static_cast<uint8_t>(levels[i] + 128);
+    }
+    group.scale = to_half(step / kGroup);
+    group.minimum = to_half(*low + middle * step);
+    return true;
+}
+
+// Codes of H w with the group's mean apart: w . x = scale * (codes . H x) + mean * sum(x).
+Group quantise_rotated(const float* w) {
+    Group group{};
+    if (encode_rotated_levels(w, group)) return group;
+    float rotated[kGroup];
+    std::copy(w, w + kGroup, rotated);
+    hadamard(rotated);
+    group.minimum = to_half(rotated[0] / kGroup);
+    rotated[0] -= kGroup * from_half(group.minimum);
+    float largest = 0;
+    for (float value : rotated) largest = std::max(largest, std::fabs(value));
+    group.scale = to_half(largest / 127.0f / kGroup);
+    const float step = from_half(group.scale) * kGroup;
+    for (int i = 0; i < kGroup; ++i) {
+        const float code = step > 0 ? std::nearbyint(rotated[i] / step) : 0.0f;
+        group.values[i] = static_cast<uint8_t>(std::clamp(code, -127.0f, 127.0f) + 128);
+    }
+    return group;
+}
+
 // A power of two that brings the largest weight into [256, 512), the middle of fp16's range.
 float multiplier_of(const float* weights, size_t count) {
     float largest = 0;
@@ -61,10 +120,11 @@ float multiplier_of(const float* weights, size_t count) {
     return std::ldexp(1.0f, std::clamp(std::ilogb(largest) - 8, -120, 120));
 }
 
-void pack_u8(const float* group, size_t count, float inverse, int lane, uint8_t* out) {
+void pack_u8(const float* group, size_t count, float inverse, bool rotated, int lane,
+             uint8_t* out) {
     float w[kGroup] = {};
     for (size_t i = 0; i < count; ++i) w[i] = group[i] * inverse;
-    const Group code = quantise(w);
+    const Group code = rotated ? quantise_rotated(w) : quantise(w);
     for (int i = 0; i < kGroup; ++i) out[i / 4 * 64 + lane * 4 + i % 4] = code.values[i];
     std::memcpy(out + 512 + 2 * lane, &code.scale, 2);
     std::memcpy(out + 544 + 2 * lane, &code.minimum, 2);
@@ -72,7 +132,7 @@ void pack_u8(const float* group, size_t count, float inverse, int lane, uint8_t*
 
 void pack_group(Format format, const float* group, size_t count, float inverse, int lane,
                 uint8_t* out) {
-    if (format == kInt8 || format == kInt16) return pack_u8(group, count, inverse, lane, out);
+    if (is_integer(format)) return pack_u8(group, count, inverse, format == kRotated, lane, out);
     for (size_t i = 0; i < count; ++i) {
         if (format == kBf16) {
             const uint16_t value = to_bf16(group[i]);
@@ -119,7 +179,7 @@ size_t packed_bytes(Format format, int outputs, int inputs) {
 float pack(Format format, const float* weights, int outputs, int inputs, int threads,
            uint8_t* out) {
     const size_t width = static_cast<size_t>(inputs);
-    const bool integer = format == kInt8 || format == kInt16;
+    const bool integer = is_integer(format);
     const float multiplier =
         integer ? multiplier_of(weights, static_cast<size_t>(outputs) * width) : 1.0f;
     const int groups = (inputs + kGroup - 1) / kGroup;

@@ -2,9 +2,9 @@
 #pragma once
 
 #if MIRROR_SET == 3
-constexpr int kRowBytes[kFormats] = {32, 64, 64, 128};
+constexpr int kRowBytes[kFormats] = {32, 64, 64, 128, 32};
 #else
-constexpr int kRowBytes[kFormats] = {64, 64, 64, 128};
+constexpr int kRowBytes[kFormats] = {64, 64, 64, 128, 64};
 #endif
 
 // The largest 16-bit activation: its high byte must stay within 127 after rounding the low one off.
@@ -18,7 +18,7 @@ struct Slot {
 FORCE Slot slot_of(const Tiles& tiles, int row, int group, int row_bytes) {
     const size_t at =
         (static_cast<size_t>(row / kTile) * tiles.groups + group) * kTile + row % kTile;
-    return {tiles.values + at * row_bytes, tiles.scales + at * 2};
+    return {tiles.values + at * row_bytes, tiles.scales + at * kRowNumbers};
 }
 
 #if MIRROR_SET == 3
@@ -55,7 +55,22 @@ FORCE void store_int16(const Slot& slot, I low, I high) {
 FORCE void store_int8(const Slot& slot, I low, I high) { store_int16(slot, low, high); }
 #endif
 
-FORCE void quantise_integer(F low, F high, bool wide, const Slot& slot) {
+// The unnormalised Hadamard transform of 32 values: row 0 is their sum.
+FORCE void rotate(F& low, F& high) {
+    const F sum = add(low, high);
+    high = sub(low, high);
+    low = sum;
+    low = butterfly<8>(low), high = butterfly<8>(high);
+    low = butterfly<4>(low), high = butterfly<4>(high);
+    low = butterfly<2>(low), high = butterfly<2>(high);
+    low = butterfly<1>(low), high = butterfly<1>(high);
+}
+
+FORCE void quantise_integer(F low, F high, Format format, const Slot& slot) {
+    const bool wide = format == kInt16;
+    if (format == kRotated) rotate(low, high);
+    const int32_t zero_start = 0;
+    __builtin_memcpy(slot.scales + 2, &zero_start, 4);
     // As integers NaN is above infinity, so that neither can hide behind a number.
     const int32_t top = reduce_imax(imax(bits(absolute(low)), bits(absolute(high))));
     if (top >= 0x7f800000) {
@@ -71,9 +86,15 @@ FORCE void quantise_integer(F low, F high, bool wide, const Slot& slot) {
     const float inverse = largest > 1e-30f ? levels / largest : 0.0f;
     const I low_q = round(mul(low, set1(inverse)));
     const I high_q = round(mul(high, set1(inverse)));
-    const float scale = largest / levels;
-    slot.scales[0] = scale;
-    slot.scales[1] = scale * static_cast<float>(reduce_iadd(iadd(low_q, high_q)));
+    const int32_t sum = reduce_iadd(iadd(low_q, high_q));
+    slot.scales[0] = largest / levels;
+    if (format == kRotated) {
+        slot.scales[1] = first_lane(low);
+        const int32_t start = -128 * sum;  // the codes are stored plus 128
+        __builtin_memcpy(slot.scales + 2, &start, 4);
+    } else {
+        slot.scales[1] = slot.scales[0] * static_cast<float>(sum);
+    }
     if (wide) store_int16(slot, low_q, high_q); else store_int8(slot, low_q, high_q);
 }
 
@@ -86,7 +107,7 @@ FORCE void quantise_group(F low, F high, int row, int group, const Tiles& out, F
         store_bf16(reinterpret_cast<uint16_t*>(slot.values), low);
         store_bf16(reinterpret_cast<uint16_t*>(slot.values) + 16, high);
     } else {
-        quantise_integer(low, high, format == kInt16, slot);
+        quantise_integer(low, high, format, slot);
     }
 }
 

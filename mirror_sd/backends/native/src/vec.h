@@ -50,6 +50,12 @@ FORCE F keep(F x, int low, int high, F fill) {
 FORCE F select_nan(F x, F otherwise) {  // x where x is a number, else `otherwise`
     return _mm512_mask_mov_ps(otherwise, _mm512_cmp_ps_mask(x, x, _CMP_ORD_Q), x);
 }
+template <int N> FORCE F swap_lanes(F x) {  // lane i gets lane i ^ N
+    if (N == 8) return _mm512_shuffle_f32x4(x, x, 0x4e);
+    if (N == 4) return _mm512_shuffle_f32x4(x, x, 0xb1);
+    return N == 2 ? _mm512_permute_ps(x, 0x4e) : _mm512_permute_ps(x, 0xb1);
+}
+FORCE float first_lane(F x) { return _mm512_cvtss_f32(x); }
 FORCE __m256 low_half(F x) { return _mm512_castps512_ps256(x); }
 FORCE __m256 high_half(F x) { return _mm512_extractf32x8_ps(x, 1); }
 FORCE __m256i low_half(I x) { return _mm512_castsi512_si256(x); }
@@ -129,6 +135,13 @@ FORCE F select_nan(F x, F otherwise) {
     return {_mm256_blendv_ps(otherwise.a, x.a, _mm256_cmp_ps(x.a, x.a, _CMP_ORD_Q)),
             _mm256_blendv_ps(otherwise.b, x.b, _mm256_cmp_ps(x.b, x.b, _CMP_ORD_Q))};
 }
+template <int N> FORCE F swap_lanes(F x) {
+    if (N == 8) return {x.b, x.a};
+    if (N == 4) return {_mm256_permute2f128_ps(x.a, x.a, 1), _mm256_permute2f128_ps(x.b, x.b, 1)};
+    return N == 2 ? F{_mm256_permute_ps(x.a, 0x4e), _mm256_permute_ps(x.b, 0x4e)}
+                  : F{_mm256_permute_ps(x.a, 0xb1), _mm256_permute_ps(x.b, 0xb1)};
+}
+FORCE float first_lane(F x) { return _mm256_cvtss_f32(x.a); }
 FORCE __m256 low_half(F x) { return x.a; }
 FORCE __m256 high_half(F x) { return x.b; }
 FORCE __m256i low_half(I x) { return x.a; }
@@ -271,6 +284,12 @@ FORCE F bf16_to_float(const uint16_t* p) {
     for (int i = 0; i < 16; ++i) raw[i] = static_cast<uint32_t>(p[i]) << 16;
     return reinterpret_cast<F>(raw);
 }
+template <int N> FORCE F swap_lanes(F x) {
+    F y;
+    for (int i = 0; i < 16; ++i) y[i] = x[i ^ N];
+    return y;
+}
+FORCE float first_lane(F x) { return x[0]; }
 FORCE float reduce_add(F x) {
     for (int width = 8; width > 0; width /= 2) {
         for (int i = 0; i < width; ++i) x[i] += x[i + width];
@@ -297,6 +316,17 @@ FORCE void prefetch2(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 #endif
 
+// Lane i gets x[i] + x[i + N] where bit N of i is clear, x[i - N] - x[i] where it is set.
+template <int N> FORCE F butterfly(F x) {
+    alignas(64) static const float signs[2][16] = {
+        {1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1},
+        {1, 1, -1, -1, 1, 1, -1, -1, 1, 1, -1, -1, 1, 1, -1, -1}};
+    alignas(64) static const float wide_signs[2][16] = {
+        {1, 1, 1, 1, -1, -1, -1, -1, 1, 1, 1, 1, -1, -1, -1, -1},
+        {1, 1, 1, 1, 1, 1, 1, 1, -1, -1, -1, -1, -1, -1, -1, -1}};
+    const float* sign = N <= 2 ? signs[N - 1] : wide_signs[N / 8];
+    return fma(x, load(sign), swap_lanes<N>(x));
+}
 FORCE F absolute(F x) { return floats(iand(bits(x), iset1(0x7fffffff))); }
 FORCE int32_t load32(const void* p) { int32_t x; __builtin_memcpy(&x, p, 4); return x; }
 
