@@ -206,7 +206,8 @@ def default_model() -> None:
 
 def test_the_command_measures_several_precisions_of_the_real_model(default_model):
     options = ["--limit", "1", "--max-tokens", "12", "--text-tokens", "24"]
-    wanted = ["--precision", "fp32,bf16", "--set", "engine.kv_cache_mb=64", "--json"]
+    settings = ["--set", "pools.cpu.engine=torch", "--set", "engine.kv_cache_mb=64"]
+    wanted = ["--precision", "fp32,bf16", *settings, "--json"]
     result = CliRunner().invoke(app, ["quality", *options, *wanted], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
