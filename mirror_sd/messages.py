@@ -5,6 +5,9 @@
     worker  (DEALER) --Register, Heartbeat, Chunk, Finished, Failed--> broker (ROUTER)
     worker           <--Welcome, Reset, Submit, Cancel, Drain-- broker
 
+Where several Chunks, Finished and Failed go the same way at the same time, as those of one step
+do, they travel as one `Outputs`.
+
 A frame is one byte of protocol version followed by a msgpack map whose `t` names the struct.
 Token positions are indexes into the *completion*: token 0 is the first generated one, whoever
 generated it, so a resumed request (`Submit.delivered` not empty) numbers on from there and the
@@ -14,6 +17,7 @@ gateway can drop what it already has. Frames are immutable once decoded and own 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TypeAlias, TypeVar
 
 import msgspec
@@ -24,8 +28,10 @@ PROTOCOL_VERSION = 1
 MAX_FRAME_BYTES = 16 * 1024 * 1024
 
 
-class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="t", omit_defaults=True):
-    """Base of every frame."""
+class Message(
+    msgspec.Struct, frozen=True, kw_only=True, tag_field="t", omit_defaults=True, gc=False
+):
+    """Base of every frame. Immutable and without cycles, so the garbage collector skips it."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -50,7 +56,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     speculation: bool = True
 
 
-class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Log-probability (natural log) of a token and of the best alternatives, best first."""
 
     token_id: int
@@ -129,6 +135,13 @@ class Failed(Message, frozen=True, kw_only=True, tag="failed"):
     param: str | None = None
     retry_after_s: float | None = None
     retryable: bool = False
+
+
+class Outputs(Message, frozen=True, kw_only=True, tag="outputs"):
+    """What a worker has made since the last frame, in order; those of several sequences. It means
+    what its items mean one by one."""
+
+    items: tuple[Chunk | Finished | Failed, ...]
 
 
 class Ping(Message, frozen=True, kw_only=True, tag="ping"):
@@ -222,8 +235,9 @@ class Stats(Message, frozen=True, kw_only=True, tag="stats"):
 
 
 FromGateway: TypeAlias = Submit | Cancel | Ping | StatsRequest
-ToGateway: TypeAlias = Chunk | Finished | Failed | Pong | Stats
-FromWorker: TypeAlias = Register | Heartbeat | Chunk | Finished | Failed
+Output: TypeAlias = Chunk | Finished | Failed
+ToGateway: TypeAlias = Output | Outputs | Pong | Stats
+FromWorker: TypeAlias = Register | Heartbeat | Output | Outputs
 ToWorker: TypeAlias = Welcome | Reset | Submit | Cancel | Drain
 AnyMessage: TypeAlias = (
     Submit
@@ -233,6 +247,7 @@ AnyMessage: TypeAlias = (
     | Chunk
     | Finished
     | Failed
+    | Outputs
     | Pong
     | Stats
     | Register
@@ -244,23 +259,55 @@ AnyMessage: TypeAlias = (
 
 
 class ChunkHead(Message, frozen=True, kw_only=True, tag="chunk"):
-    """The part of a `Chunk` that the broker needs to forward the frame."""
+    """The part of a `Chunk` that the broker needs to forward it."""
 
     request_id: str
 
 
-HeadFromWorker: TypeAlias = Register | Heartbeat | ChunkHead | Finished | Failed
+class OutputsHead(Message, frozen=True, kw_only=True, tag="outputs"):
+    """`Outputs` whose items are left encoded; `heads_of` reads as much of them as it takes to
+    forward them."""
+
+    items: tuple[msgspec.Raw, ...]
+
+
+OutputHead: TypeAlias = ChunkHead | Finished | Failed
+HeadFromWorker: TypeAlias = Register | Heartbeat | OutputHead | OutputsHead
 T = TypeVar("T")
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
 _head_decoder: msgspec.msgpack.Decoder[HeadFromWorker] = msgspec.msgpack.Decoder(HeadFromWorker)
+_item_decoder: msgspec.msgpack.Decoder[OutputHead] = msgspec.msgpack.Decoder(OutputHead)
 _VERSION_BYTE = bytes([PROTOCOL_VERSION])
+# Of `Outputs` that are joined; one output alone may be larger.
+_JOINED_BYTES = 1024 * 1024
 
 
 def encode(message: AnyMessage) -> bytes:
     """The frame of `message`."""
     return _VERSION_BYTE + _encoder.encode(message)
+
+
+def encode_outputs(outputs: Sequence[Output]) -> tuple[bytes, int]:
+    """A frame of the first of `outputs`, at least one, and how many it holds: all, unless they
+    are large."""
+    items: list[msgspec.Raw] = []
+    size = 0
+    for output in outputs:
+        item = _encoder.encode(output)
+        size += len(item)
+        if items and size > _JOINED_BYTES:
+            break
+        items.append(msgspec.Raw(item))
+    return join(items), len(items)
+
+
+def join(items: Sequence[msgspec.Raw]) -> bytes:
+    """The frame of encoded outputs, at least one: of that one itself, or of `Outputs`."""
+    if len(items) == 1:
+        return _VERSION_BYTE + bytes(memoryview(items[0]))
+    return _VERSION_BYTE + _encoder.encode(OutputsHead(items=tuple(items)))
 
 
 def decode(frame: bytes | memoryview) -> AnyMessage:
@@ -269,8 +316,16 @@ def decode(frame: bytes | memoryview) -> AnyMessage:
 
 
 def decode_from_worker(frame: bytes | memoryview) -> HeadFromWorker:
-    """As `decode`, for frames from a worker: of a chunk only the head is read and checked."""
+    """As `decode`, for frames from a worker: of chunks only the heads are read and checked."""
     return _decode(_head_decoder, frame)
+
+
+def heads_of(outputs: OutputsHead) -> list[OutputHead]:
+    """The heads of the items, all of them checked; raises `ProtocolError`."""
+    try:
+        return [_item_decoder.decode(item) for item in outputs.items]
+    except (msgspec.DecodeError, msgspec.ValidationError, RecursionError) as error:
+        raise ProtocolError(f"unreadable output: {error}") from error
 
 
 def _decode(decoder: msgspec.msgpack.Decoder[T], frame: bytes | memoryview) -> T:

@@ -36,11 +36,14 @@ from mirror_sd.messages import (
     Welcome,
     decode,
     encode,
+    encode_outputs,
 )
 
 _log = logging.getLogger(__name__)
 
 _HIGH_WATER = 10_000
+# Outputs that are joined: a step's, or what gathered while the broker took nothing.
+_JOIN_LIMIT = 256
 _INBOX_LIMIT = 4_096
 _POLL_LIMIT = 256
 _LINGER_MS = 500
@@ -165,16 +168,45 @@ class Link(threading.Thread):
         return not self._outbox or time.monotonic() >= self._close_by
 
     def _send_queued(self, socket: zmq.Socket[bytes]) -> None:
-        while self._outbox:
-            try:
+        with suppress(zmq.Again):
+            while self._outbox:
+                outputs = self._take_outputs()
+                if outputs:
+                    self._send_outputs(socket, outputs)
+                else:
+                    self._send_next(socket)
+
+    def _take_outputs(self) -> list[Outbound]:
+        """The outputs at the head of the queue; they share frames."""
+        outputs: list[Outbound] = []
+        # It may become empty at any moment: the engine's thread forgets what is unsent.
+        with suppress(IndexError):
+            while len(outputs) < _JOIN_LIMIT:
                 message = self._outbox.popleft()
-            except IndexError:  # the engine's thread forgot them in this moment
-                return
+                if not isinstance(message, Outbound):
+                    self._outbox.appendleft(message)
+                    break
+                outputs.append(message)
+        return outputs
+
+    def _send_outputs(self, socket: zmq.Socket[bytes], outputs: list[Outbound]) -> None:
+        while outputs:
+            frame, count = encode_outputs(outputs)
+            try:
+                socket.send(frame, zmq.NOBLOCK)
+            except zmq.Again:
+                self._outbox.extendleft(reversed(outputs))
+                raise
+            outputs = outputs[count:]
+
+    def _send_next(self, socket: zmq.Socket[bytes]) -> None:
+        with suppress(IndexError):
+            message = self._outbox.popleft()
             try:
                 socket.send(encode(message), zmq.NOBLOCK)
             except zmq.Again:
                 self._outbox.appendleft(message)
-                return
+                raise
 
     def _send_beat(self, socket: zmq.Socket[bytes]) -> None:
         # A broker that takes nothing misses beats, which is what they are for.

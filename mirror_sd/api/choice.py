@@ -62,6 +62,11 @@ class Choice:
         """Whether a stop string has ended the choice."""
         return self._stops.is_stopped
 
+    @property
+    def is_light(self) -> bool:
+        """Whether a chunk costs but a few look-ups, less than a hop to another thread."""
+        return self._echo is None and self._detokeniser.is_light
+
     def feed(self, chunk: Chunk) -> Delta | None:
         """What the chunk adds; None while all of it is held back.
 

@@ -17,7 +17,9 @@ _REPLACEMENT = "\ufffd"
 
 
 class Detokeniser(Protocol):
-    """One per sequence."""
+    """One per sequence. `is_light`: a token takes a look-up, not a call of the tokenizer."""
+
+    is_light: bool
 
     def push(self, token: int) -> str:
         """The text that `token` completes; "" while a character is incomplete."""
@@ -35,6 +37,8 @@ class TableDetokeniser:
     whose text is kept in front of them; it decides whether a SentencePiece leading space is
     stripped. `with_specials` shows special tokens too, as an echoed prompt does.
     """
+
+    is_light = True
 
     def __init__(
         self, vocabulary: Vocabulary, *, is_text_start: bool, with_specials: bool = False
@@ -71,6 +75,8 @@ class WindowedDetokeniser:
     The window begins at the tokens of the last complete piece, because a decoder may join a token
     to the one before it.
     """
+
+    is_light = False
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._tokenizer = vocabulary.tokenizer

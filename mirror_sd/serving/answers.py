@@ -6,29 +6,26 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from functools import partial
 
 import falcon
 import falcon.asgi
 import msgspec
 
 from mirror_sd import telemetry
-from mirror_sd.api.choice import Delta
-from mirror_sd.api.responses import event
 from mirror_sd.config import Config
 from mirror_sd.errors import InvalidRequest, MirrorError, PayloadTooLarge
 from mirror_sd.serving.client_watch import ClientWatch
-from mirror_sd.serving.error_answers import answer_to
 from mirror_sd.serving.generation import Broker, ClientGone, Generation
 from mirror_sd.serving.intake import Caller, Intake, Plan
-from mirror_sd.serving.streaming import EventStream, events, whole_answer
+from mirror_sd.serving.streaming import CLIENT_GONE, EventStream, whole_answer
 from mirror_sd.serving.text_thread import TextThread
 
 _log = logging.getLogger(__name__)
 RECEIVE = "mirror_sd.receive"
-_CLIENT_GONE = 499
 _TENANT = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _SSE_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
@@ -58,10 +55,10 @@ class _Answers:
         try:
             await self._answer(request, response, caller, arrived_at)
         except ClientGone:
-            response.status = _CLIENT_GONE
+            response.status = CLIENT_GONE
             _log.info("%s: the client left before its answer", caller.request_id)
             telemetry.DISCONNECTS.inc()
-            _count(caller, _CLIENT_GONE)
+            _count(caller, CLIENT_GONE)
         except Exception as error:
             _count(caller, _status_of(error))
             raise
@@ -89,17 +86,19 @@ class _Answers:
             await watch.stop()
             await generation.close()
 
-        generation.start()
         watch.start()
         try:
-            # Until the first delta a failure still has a status of its own.
-            first = await generation.next_delta()
+            generation.start()
             if plan.decoding.stream:
+                # Until the first delta a failure still has a status of its own.
+                first = await generation.next_deltas()
                 response.content_type = "text/event-stream; charset=utf-8"
                 response.set_headers(_SSE_HEADERS)
-                response.stream = EventStream(_streamed(plan, generation, first), release)
+                response.stream = EventStream(
+                    plan, generation, first, on_end=partial(_count, caller), on_close=release
+                )
                 return
-            body_out = await whole_answer(plan, generation, first)
+            body_out = await whole_answer(plan, generation)
         except BaseException:
             await release()
             raise
@@ -135,27 +134,6 @@ def caller_of(request: falcon.asgi.Request, config: Config) -> Caller:
         tier="vip" if request.get_header("X-Mirror-Tier") == "vip" else "standard",
         tenant=tenant if _TENANT.fullmatch(tenant) else "default",
     )
-
-
-async def _streamed(
-    plan: Plan, generation: Generation, first: Delta | None
-) -> AsyncGenerator[bytes, None]:
-    caller = plan.caller
-    status = _CLIENT_GONE
-    try:
-        async for block in events(plan, generation, first):
-            yield block
-        status = 200
-    except ClientGone:
-        _log.info("%s: the client left in the middle of its stream", caller.request_id)
-    except Exception as error:  # noqa: BLE001 - logged and told to the client
-        status = 200
-        telemetry.STREAM_ERRORS.labels(caller.device_class, caller.tier).inc()
-        yield event(answer_to(error, caller.request_id).body)
-    finally:
-        if status == _CLIENT_GONE:
-            telemetry.DISCONNECTS.inc()
-        _count(caller, status)
 
 
 async def _read_body(request: falcon.asgi.Request, limit: int) -> bytes:

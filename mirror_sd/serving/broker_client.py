@@ -16,7 +16,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import Callable
 
 from mirror_sd import messages, telemetry
 from mirror_sd.config import BrokerConfig
@@ -37,13 +37,15 @@ from mirror_sd.messages import (
     Chunk,
     Failed,
     Finished,
+    Output,
+    Outputs,
     Pong,
     Stats,
     StatsRequest,
     Submit,
 )
 from mirror_sd.serving.broker_link import BrokerLink
-from mirror_sd.serving.call import Call
+from mirror_sd.serving.call import Call, Event
 from mirror_sd.serving.delivery import Gap
 
 _log = logging.getLogger(__name__)
@@ -87,28 +89,17 @@ class BrokerClient:
             question.cancel()
         await self._link.close()
 
-    async def generate(self, submit: Submit) -> AsyncGenerator[Chunk | Finished, None]:
-        """Chunks without duplicates or gaps, then `Finished`.
+    def open(self, submit: Submit, on_event: Callable[[Event], None]) -> Callable[[], None]:
+        """Run a request; `on_event` gets its chunks without duplicates or gaps, then `Finished`,
+        or instead, as the last one, the error that ended it: that of a `Failed`,
+        `DeadlineExceeded` when `timeout_s` is over (an hour where none is given).
 
-        Raises the error of a `Failed`; `DeadlineExceeded` when `timeout_s` is over (an hour where
-        none is given); `QueueFull` when this process has too many requests; `PayloadTooLarge`.
-        Leaving early (`aclose`, or
-        cancellation of the task that waits in it) cancels the request; use `contextlib.aclosing`.
+        `on_event` is called from the event loop and must not raise. Returns what leaves the
+        request: no event comes any more, and what still runs is cancelled. It must be called, at
+        the end too. Raises `QueueFull` when this process has too many requests, `PayloadTooLarge`.
         """
-        call = self._open(submit)
-        try:
-            while True:
-                event = await call.events.get()
-                if isinstance(event, MirrorError):
-                    raise event
-                yield event
-                if isinstance(event, Finished):
-                    return
-        finally:
-            if not call.is_over:
-                self._cancel(call)
-                call.abandon()
-            del self._calls[call.delivery.wire_id]
+        call = self._open(submit, on_event)
+        return lambda: self._leave(call)
 
     async def stats(self) -> Stats:
         """The broker's view; raises `NoWorker` if it does not answer within the heartbeats."""
@@ -127,7 +118,7 @@ class BrokerClient:
 
     # Requests.
 
-    def _open(self, submit: Submit) -> Call:
+    def _open(self, submit: Submit, on_event: Callable[[Event], None]) -> Call:
         if not self._link.is_started:
             raise RuntimeError("BrokerClient.start has not been called")
         if submit.request_id in self._calls:
@@ -137,7 +128,7 @@ class BrokerClient:
         # Resumed, it grows by what was delivered.
         if len(messages.encode(submit)) > MAX_FRAME_BYTES // 2:
             raise PayloadTooLarge("the request is too large")
-        call = Call(submit)
+        call = Call(submit, on_event)
         timeout_s = DEFAULT_TIMEOUT_S if submit.timeout_s is None else submit.timeout_s
         call.deadline = asyncio.get_running_loop().call_later(
             max(0.0, timeout_s - submit.age_s(time.time())),
@@ -148,6 +139,12 @@ class BrokerClient:
         self._calls[call.delivery.wire_id] = call
         self._submit(call)
         return call
+
+    def _leave(self, call: Call) -> None:
+        if not call.is_over:
+            self._cancel(call)
+            call.abandon()
+        self._calls.pop(call.delivery.wire_id, None)
 
     def _submit(self, call: Call) -> None:
         """Submit what is not yet delivered; without a link that is left to the pong that makes
@@ -197,10 +194,11 @@ class BrokerClient:
 
     def _hear(self, message: AnyMessage) -> None:
         match message:
+            case Outputs(items=outputs):
+                for output in outputs:
+                    self._hear_output(output)
             case Chunk() | Finished() | Failed():
-                call = self._calls.get(message.request_id)
-                if call is not None and not call.is_over:
-                    self._deliver(call, message)
+                self._hear_output(message)
             case Pong(instance=instance):
                 self._hear_pong(instance)
             case Stats():
@@ -210,7 +208,12 @@ class BrokerClient:
             case _:
                 _log.error("the broker sent a %s", type(message).__name__)
 
-    def _deliver(self, call: Call, message: Chunk | Finished | Failed) -> None:
+    def _hear_output(self, output: Output) -> None:
+        call = self._calls.get(output.request_id)
+        if call is not None and not call.is_over:
+            self._deliver(call, output)
+
+    def _deliver(self, call: Call, message: Output) -> None:
         try:
             match message:
                 case Chunk():

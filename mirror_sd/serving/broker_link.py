@@ -1,6 +1,8 @@
 """The gateway's connection to the broker: one DEALER, beats, and knowledge of its state.
 
-Knows frames and connections, nothing of requests: those are `broker_client`'s.
+Knows frames and connections, nothing of requests: those are `broker_client`'s. The sockets are
+plain ones, watched by the event loop through their file descriptors: a future for each frame
+(zmq.asyncio) costs more than everything else that is done with it.
 """
 
 from __future__ import annotations
@@ -12,9 +14,9 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 
 import zmq
-import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
 from mirror_sd import messages
@@ -54,12 +56,12 @@ class BrokerLink:
         self.patience_s = self._beat_s * config.missed_heartbeats
         self.connected = asyncio.Event()
         self._unsent: deque[bytes] = deque()
-        self._tasks: list[asyncio.Task[None]] = []
+        self._beats: asyncio.Task[None] | None = None
         self._heard_at: float | None = None
 
     @property
     def is_started(self) -> bool:
-        return bool(self._tasks)
+        return self._beats is not None
 
     @property
     def is_alive(self) -> bool:
@@ -68,33 +70,32 @@ class BrokerLink:
 
     def start(self) -> None:
         """Connect in the background, in the running loop; the broker need not be there."""
-        self._context = zmq.asyncio.Context()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         identity = f"{self._name}-{os.getpid()}-{secrets.token_hex(4)}"
         self._socket = endpoint.dealer(self._context, identity.encode())
-        # The receiver has no other receive pending, so it takes the frames that are there without
-        # a future for each.
-        self._direct: zmq.Socket[bytes] = zmq.Socket.shadow(self._socket.underlying)
         self._monitor = self._socket.get_monitor_socket(
             zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
         )
         # After the monitor: a broker that is up already shakes hands faster than it is set up.
         self._socket.connect(self._address)
-        steps = {
-            "receive": self._receive(),
-            "beat": self._beat(),
-            "watch": self._watch_connection(),
-        }
-        for name, step in steps.items():
-            task = asyncio.create_task(step, name=f"broker link: {name}")
-            task.add_done_callback(_report_death)
-            self._tasks.append(task)
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(_fd(self._socket), self._receive)
+        self._loop.add_reader(_fd(self._monitor), self._watch_connection)
+        self._beats = asyncio.create_task(self._beat(), name="broker link: beat")
+        self._beats.add_done_callback(_report_death)
+        # What came before they were watched gives no further sign.
+        self._loop.call_soon(self._receive)
+        self._loop.call_soon(self._watch_connection)
 
     async def close(self) -> None:
         """Send what is waiting to be sent, briefly, and free the socket."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._tasks.clear()
+        if self._beats is None:
+            return
+        beats, self._beats = self._beats, None
+        beats.cancel()
+        await asyncio.gather(beats, return_exceptions=True)
+        for socket in (self._socket, self._monitor):
+            self._loop.remove_reader(_fd(socket))
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._socket.close(linger=_GOODBYE_MS)
@@ -108,22 +109,28 @@ class BrokerLink:
 
     def _flush(self) -> None:
         # In order: a cancel must not overtake its submit.
-        while self._unsent and self.connected.is_set():
-            sent = asyncio.ensure_future(self._socket.send(self._unsent[0], zmq.NOBLOCK))
-            if isinstance(sent.exception(), zmq.Again):
-                return
-            sent.result()
-            self._unsent.popleft()
+        with suppress(zmq.Again):
+            while self._unsent and self.connected.is_set():
+                self._socket.send(self._unsent[0], zmq.NOBLOCK)
+                self._unsent.popleft()
+        # Sending may take away the sign that something has come.
+        if _has_input(self._socket):
+            self._loop.call_soon(self._receive)
 
-    async def _receive(self) -> None:
-        while True:
-            self._handle(await self._socket.recv_multipart())
+    def _receive(self) -> None:
+        if self._beats is None:
+            return
+        is_empty = False
+        try:
             for _ in range(_TURN):
-                try:
-                    self._handle(self._direct.recv_multipart(zmq.NOBLOCK))
-                except zmq.Again:
-                    break
-            await asyncio.sleep(0)
+                is_empty = not _has_input(self._socket)
+                if is_empty:
+                    return
+                self._handle(self._socket.recv_multipart(zmq.NOBLOCK))
+        finally:
+            # ZeroMQ gives a sign when something comes, not while something is there.
+            if not is_empty:
+                self._loop.call_soon(self._receive)
 
     def _handle(self, parts: list[bytes]) -> None:
         try:
@@ -146,9 +153,9 @@ class BrokerLink:
         if self.connected.is_set() and not self._unsent:
             self.send(Ping(role="gateway", pid=os.getpid()))
 
-    async def _watch_connection(self) -> None:
-        while True:
-            event = await recv_monitor_message(self._monitor)
+    def _watch_connection(self) -> None:
+        while self._beats is not None and _has_input(self._monitor):
+            event = recv_monitor_message(self._monitor, zmq.NOBLOCK)
             if event["event"] == zmq.EVENT_DISCONNECTED:
                 _log.warning("connection to the broker lost")
                 self.connected.clear()
@@ -157,6 +164,15 @@ class BrokerLink:
             elif event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self.connected.set()
                 self._ping()
+
+
+def _fd(socket: zmq.Socket[bytes]) -> int:
+    return int(socket.getsockopt(zmq.FD))
+
+
+def _has_input(socket: zmq.Socket[bytes]) -> bool:
+    # Asked, not tried: the exception of an empty socket costs more than a frame.
+    return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
 
 def _report_death(task: asyncio.Task[None]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from mirror_sd.errors import MirrorError
 from mirror_sd.messages import Chunk, Finished, Submit
@@ -12,14 +13,14 @@ Event = Chunk | Finished | MirrorError
 
 
 class Call:
-    """`events` needs no bound: it holds at most the request's `max_tokens`.
+    """`on_event` gets what happens, in order, a `Finished` or an error last.
 
     `failures` counts lost attempts since the last new token.
     """
 
-    def __init__(self, submit: Submit) -> None:
+    def __init__(self, submit: Submit, on_event: Callable[[Event], None]) -> None:
         self.delivery = Delivery(submit)
-        self.events: asyncio.Queue[Event] = asyncio.Queue()
+        self._on_event = on_event
         self.failures = 0
         self.is_submitted = False
         self.is_over = False
@@ -38,13 +39,13 @@ class Call:
 
     def progress(self, chunk: Chunk) -> None:
         self.failures = 0
-        self.events.put_nowait(chunk)
+        self._on_event(chunk)
 
     def end(self, event: Finished | MirrorError) -> None:
         """The last event; later ones are ignored."""
         if not self.is_over:
-            self.events.put_nowait(event)
-        self.abandon()
+            self.abandon()
+            self._on_event(event)
 
     def abandon(self) -> None:
         """Nothing will happen any more."""

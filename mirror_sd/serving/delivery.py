@@ -56,7 +56,11 @@ class Delivery:
 
     def accept(self, chunk: Chunk) -> Chunk | None:
         """The new part of `chunk`, None if there is none; raises `Gap`."""
-        skip = self.count - chunk.index
+        skip = len(self._tokens) - chunk.index
+        if skip == 0 and self._attempt == 1 and chunk.logprobs is chunk.prompt_logprobs is None:
+            # Nearly every chunk: all of it is new, and nothing in it is to be changed.
+            self._tokens.extend(chunk.tokens)
+            return chunk if chunk.tokens else None
         if skip < 0:
             raise Gap(f"a chunk begins at token {chunk.index}, delivered are {self.count}")
         if chunk.logprobs is not None and len(chunk.logprobs) != len(chunk.tokens):

@@ -8,17 +8,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import zmq
-import zmq.asyncio
 
 from mirror_sd.errors import SetupError
 from mirror_sd.messages import MAX_FRAME_BYTES
 
-# Frames a peer; a chunk a step for each of 100 streams fills it in about a second of deafness,
-# and whoever is deaf for longer is given up anyway.
+# Frames a peer. A worker makes one or two a step for each gateway, so whoever is deaf is given up
+# for its silence long before.
 HIGH_WATER_MARK = 20_000
 
 
-def router(context: zmq.asyncio.Context, endpoint: str) -> zmq.asyncio.Socket:
+def router(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.Socket[bytes]:
     """A bound ROUTER that reports unknown peers and takes only its own user's connections.
 
     Raises `SetupError` when the endpoint cannot be bound.
@@ -39,7 +38,7 @@ def router(context: zmq.asyncio.Context, endpoint: str) -> zmq.asyncio.Socket:
     return socket
 
 
-def dealer(context: zmq.asyncio.Context, identity: bytes) -> zmq.asyncio.Socket:
+def dealer(context: zmq.Context[zmq.Socket[bytes]], identity: bytes) -> zmq.Socket[bytes]:
     """A DEALER, not yet connected; once it is, it reconnects by itself."""
     socket = context.socket(zmq.DEALER)
     _bound(socket)
@@ -55,7 +54,7 @@ def socket_file(endpoint: str) -> Path | None:
     return Path(path) if scheme == "ipc" else None
 
 
-def _bound(socket: zmq.asyncio.Socket) -> None:
+def _bound(socket: zmq.Socket[bytes]) -> None:
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
     socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)

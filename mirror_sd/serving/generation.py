@@ -1,22 +1,26 @@
-"""Running a plan: one task a sequence, their deltas merged in the order they come."""
+"""Running a plan: events of all its sequences in the order they come, turned into deltas."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from collections import deque
+from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 from mirror_sd import telemetry
 from mirror_sd.api.choice import Delta
 from mirror_sd.api.responses import ChoiceUsage
-from mirror_sd.errors import InternalError
 from mirror_sd.messages import Chunk, Finished, SequenceUsage, Stats, Submit
 from mirror_sd.serving.intake import Plan, PlannedSequence
 from mirror_sd.serving.text_thread import TextThread
+from mirror_sd.serving.token_meter import TokenMeter
 
-_MAX_WAITING_DELTAS = 256
+# Taken at once before other requests get their turn.
+_MAX_DELTAS = 256
+
+Event = Chunk | Finished | Exception
 
 
 class Broker(Protocol):
@@ -29,7 +33,7 @@ class Broker(Protocol):
 
     async def close(self) -> None: ...
 
-    def generate(self, submit: Submit) -> AsyncGenerator[Chunk | Finished, None]: ...
+    def open(self, submit: Submit, on_event: Callable[[Event], None]) -> Callable[[], None]: ...
 
     async def stats(self) -> Stats: ...
 
@@ -39,10 +43,11 @@ class ClientGone(Exception):
 
 
 class Generation:
-    """The sequences of one request. `start` it, take deltas until `next_delta` gives None, `close`
-    it in any case: that cancels what still runs, down to the workers.
+    """The sequences of one request. `start` it, take deltas until `next_deltas` gives none,
+    `close` it in any case: that cancels what still runs, down to the workers.
 
-    `arrived_at` is the request's arrival on `clock`.
+    One task may wait in `next_deltas`. Events that nobody takes wait here; they are at most the
+    request's `max_tokens`. `arrived_at` is the request's arrival on `clock`.
     """
 
     def __init__(
@@ -56,53 +61,49 @@ class Generation:
         self._broker = broker
         self._text_thread = text_thread
         self._plan = plan
-        self._clock = clock
-        self._arrived_at = arrived_at
-        self._is_begun = False
+        self._meter = TokenMeter(plan.caller.device_class, plan.tier, arrived_at, clock)
         self._unfinished = len(plan.sequences)
-        self._arrivals: asyncio.Queue[Delta | Exception] = asyncio.Queue(_MAX_WAITING_DELTAS)
-        self._tasks: list[asyncio.Task[None]] = []
-        self._gone = asyncio.Event()
+        self._events: deque[tuple[PlannedSequence, Event]] = deque()
+        self._last_at: dict[int, float] = {}
+        self._leaves: dict[int, Callable[[], None]] = {}
+        self._waiter: asyncio.Future[None] | None = None
+        self._is_gone = False
         self._reports: dict[int, SequenceUsage] = {}
 
     def start(self) -> None:
-        """Submit every sequence."""
+        """Submit every sequence; raises the `MirrorError` of one that is refused at once."""
         for tokens in {s.prompt_index: len(s.submit.prompt) for s in self._plan.sequences}.values():
             telemetry.PROMPT_TOKENS.labels(self._plan.caller.device_class).inc(tokens)
-        self._tasks = [
-            asyncio.create_task(self._follow(sequence), name=sequence.submit.request_id)
-            for sequence in self._plan.sequences
-        ]
+        for sequence in self._plan.sequences:
+            leave = self._broker.open(sequence.submit, partial(self._hear, sequence))
+            self._leaves[sequence.choice.index] = leave
 
-    async def next_delta(self) -> Delta | None:
-        """The next delta of any choice, None when all have finished.
+    async def next_deltas(self) -> list[Delta]:
+        """The deltas of any choice that are there, at least one, none when all have finished.
 
         Raises the error that ended a sequence, or `ClientGone` after `abandon`.
         """
-        if self._unfinished == 0:
-            return None
-        if self._gone.is_set():
-            raise ClientGone
-        arrival = await self._arrivals.get()
-        if isinstance(arrival, Exception):
-            raise arrival
-        if arrival.finish_reason is not None:
-            self._unfinished -= 1
-        return arrival
+        while self._unfinished:
+            if self._is_gone:
+                raise ClientGone
+            deltas = await self._take()
+            if deltas:
+                return deltas
+            if not self._events and not self._is_gone:
+                self._waiter = asyncio.get_running_loop().create_future()
+                await self._waiter
+        return []
 
     def abandon(self) -> None:
         """The client has gone: cancel everything and wake whoever waits for a delta."""
-        self._gone.set()
-        for task in self._tasks:
-            task.cancel()
-        if self._arrivals.empty():
-            self._arrivals.put_nowait(ClientGone())
+        self._is_gone = True
+        self._leave_all()
+        self._wake()
 
     async def close(self) -> None:
-        """Cancel what still runs and wait until the broker was told."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        """Cancel what still runs."""
+        self._leave_all()
+        self._meter.flush()
 
     def usage(self) -> list[ChoiceUsage]:
         """The counts so far, one a choice."""
@@ -116,44 +117,60 @@ class Generation:
             for sequence in self._plan.sequences
         ]
 
-    async def _follow(self, sequence: PlannedSequence) -> None:
-        try:
-            async with aclosing(self._broker.generate(sequence.submit)) as frames:
-                await self._deliver(sequence, frames)
-        except Exception as error:  # noqa: BLE001 - raised again by `next_delta`
-            await self._arrivals.put(error)
+    def _hear(self, sequence: PlannedSequence, event: Event) -> None:
+        if isinstance(event, Chunk):
+            index = sequence.choice.index
+            last_at = self._last_at.get(index)
+            self._last_at[index] = self._meter.arrived(len(event.tokens), last_at)
+        self._events.append((sequence, event))
+        self._wake()
 
-    async def _deliver(
-        self, sequence: PlannedSequence, frames: AsyncGenerator[Chunk | Finished, None]
-    ) -> None:
+    def _wake(self) -> None:
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    async def _take(self) -> list[Delta]:
+        """The deltas of the events that are there; an error waits until they are taken."""
+        deltas: list[Delta] = []
+        while self._events and len(deltas) < _MAX_DELTAS:
+            sequence, event = self._events[0]
+            if isinstance(event, Exception):
+                if deltas:
+                    break
+                raise event
+            self._events.popleft()
+            delta = await self._delta(sequence, event)
+            if delta is None:
+                continue
+            deltas.append(delta)
+            if delta.finish_reason is not None:
+                self._unfinished -= 1
+                self._leave(sequence.choice.index)
+        return deltas
+
+    async def _delta(self, sequence: PlannedSequence, event: Chunk | Finished) -> Delta | None:
         choice = sequence.choice
-        last_at: float | None = None
-        async for frame in frames:
-            if isinstance(frame, Finished):
-                self._reports[choice.index] = frame.usage
-                await self._arrivals.put(await self._text_thread.run(choice.finish, frame.reason))
-                return
-            last_at = self._observe(frame, last_at)
-            known = choice.tokens_delivered
-            delta = await self._text_thread.run(choice.feed, frame)
-            completed = choice.tokens_delivered - known
-            telemetry.COMPLETION_TOKENS.labels(self._plan.caller.device_class).inc(completed)
-            if delta is not None:
-                await self._arrivals.put(delta)
-            if choice.is_stopped:
-                return
-        raise InternalError(f"{sequence.submit.request_id} ended without a last frame")
+        if choice.is_stopped:
+            return None
+        if isinstance(event, Finished):
+            self._reports[choice.index] = event.usage
+            if choice.is_light:
+                return choice.finish(event.reason)
+            return await self._text_thread.run(choice.finish, event.reason)
+        known = choice.tokens_delivered
+        if choice.is_light and event.prompt_logprobs is None:
+            delta = choice.feed(event)
+        else:
+            delta = await self._text_thread.run(choice.feed, event)
+        self._meter.delivered(choice.tokens_delivered - known)
+        return delta
 
-    def _observe(self, chunk: Chunk, last_at: float | None) -> float:
-        """Count a chunk and its time; `last_at` is when the sequence's previous one came."""
-        now = self._clock()
-        labels = (self._plan.caller.device_class, self._plan.tier)
-        if not self._is_begun:
-            self._is_begun = True
-            telemetry.TIME_TO_FIRST_TOKEN.labels(*labels).observe(now - self._arrived_at)
-        if last_at is not None and chunk.tokens:
-            gap = (now - last_at) / len(chunk.tokens)
-            latency = telemetry.INTER_TOKEN_LATENCY.labels(*labels)
-            for _ in chunk.tokens:
-                latency.observe(gap)
-        return now
+    def _leave(self, index: int) -> None:
+        leave = self._leaves.pop(index, None)
+        if leave is not None:
+            leave()
+
+    def _leave_all(self) -> None:
+        for index in list(self._leaves):
+            self._leave(index)

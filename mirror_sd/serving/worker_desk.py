@@ -11,7 +11,9 @@ import logging
 import math
 from collections.abc import Callable
 
-from mirror_sd import telemetry
+import msgspec
+
+from mirror_sd import messages, telemetry
 from mirror_sd.errors import NoWorker, ProtocolError
 from mirror_sd.messages import (
     Cancel,
@@ -21,6 +23,8 @@ from mirror_sd.messages import (
     Finished,
     HeadFromWorker,
     Heartbeat,
+    OutputHead,
+    OutputsHead,
     Register,
     Reset,
     Welcome,
@@ -74,7 +78,8 @@ class WorkerDesk:
         )
 
     def handle(self, identity: bytes, message: HeadFromWorker, frame: bytes) -> None:
-        """Act on a frame and its head; raises `ProtocolError` for a bad registration."""
+        """Act on a frame and its head; raises `ProtocolError` for a bad registration, and for
+        outputs of which one is unreadable."""
         if isinstance(message, Register):
             self._register(identity, message)
             return
@@ -88,8 +93,12 @@ class WorkerDesk:
                 worker.beat(message, worker.heard_at)
                 if message.draining:
                     self._roster.drain(worker.worker_id)
+            case OutputsHead():
+                self._forward_all(worker, message)
             case ChunkHead() | Finished() | Failed():
-                self._forward(worker, message, frame)
+                gateway = self._forward(worker, message)
+                if gateway is not None:
+                    self._outbox.post("gateway", gateway, frame)
 
     def start_drain(self) -> None:
         """Tell all, and those that join from now on, to take nothing new."""
@@ -173,9 +182,19 @@ class WorkerDesk:
             self._resets[identity] = now
             self._outbox.send("worker", identity, Reset())
 
-    def _forward(
-        self, worker: Worker, message: ChunkHead | Finished | Failed, frame: bytes
-    ) -> None:
+    def _forward_all(self, worker: Worker, outputs: OutputsHead) -> None:
+        """To each gateway its own, in one frame; their payloads are copied, never read."""
+        shares: dict[bytes, list[msgspec.Raw]] = {}
+        for head, item in zip(messages.heads_of(outputs), outputs.items, strict=True):
+            gateway = self._forward(worker, head)
+            if gateway is not None:
+                shares.setdefault(gateway, []).append(item)
+        for gateway, items in shares.items():
+            self._outbox.post("gateway", gateway, messages.join(items))
+
+    def _forward(self, worker: Worker, message: OutputHead) -> bytes | None:
+        """The gateway that an output is for, if it still wants it; the last one of a request ends
+        it here."""
         request_id = message.request_id
         worker.progressed_at = worker.heard_at
         gateway = self._book.owner(request_id)
@@ -183,10 +202,10 @@ class WorkerDesk:
         if gateway is None or not is_its_own:
             if isinstance(message, ChunkHead):
                 self._outbox.send("worker", worker.identity, Cancel(request_id=request_id))
-            return
-        self._outbox.post("gateway", gateway, frame)
-        if isinstance(message, ChunkHead):
-            return
-        self._book.close(request_id)
-        if isinstance(message, Failed):
-            _log.warning("%s: failed on %s: %s", request_id, worker.worker_id, message.message)
+            return None
+        if not isinstance(message, ChunkHead):
+            self._book.close(request_id)
+            if isinstance(message, Failed):
+                reason = message.message
+                _log.warning("%s: failed on %s: %s", request_id, worker.worker_id, reason)
+        return gateway

@@ -11,14 +11,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from mirror_sd.config import Config, RunDir
-from mirror_sd.errors import NoWorker
+from mirror_sd.errors import MirrorError, NoWorker
 from mirror_sd.messages import Chunk, Finished, SamplingParams, Stats, Submit
 from mirror_sd.serving.broker_client import BrokerClient
+from mirror_sd.serving.call import Event
 from tests.unit.serving.scripted_worker import token_at
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -100,13 +101,29 @@ def expected(submit: Submit) -> list[int]:
     return [token_at(submit.prompt, i) for i in range(submit.params.max_tokens)]
 
 
+async def generate(client: BrokerClient, submit: Submit) -> AsyncGenerator[Chunk | Finished, None]:
+    """The events of a request; raises the error that ended it. Closed early, it leaves."""
+    events: asyncio.Queue[Event] = asyncio.Queue()
+    leave = client.open(submit, events.put_nowait)
+    try:
+        while True:
+            event = await events.get()
+            if isinstance(event, MirrorError):
+                raise event
+            yield event
+            if isinstance(event, Finished):
+                return
+    finally:
+        leave()
+
+
 async def collect(
     client: BrokerClient, submit: Submit, on_token: Callable[[int], None] | None = None
 ) -> list[int]:
     """The tokens of a generation, whose events are checked to be gapless and ended once."""
     tokens: list[int] = []
     finished = 0
-    async with contextlib.aclosing(client.generate(submit)) as events:
+    async with contextlib.aclosing(generate(client, submit)) as events:
         async for event in events:
             assert event.request_id == submit.request_id
             if isinstance(event, Chunk):

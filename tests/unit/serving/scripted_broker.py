@@ -4,17 +4,18 @@ tokens are made up; the interface is `broker_client.BrokerClient`'s."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 
 from mirror_sd.errors import MirrorError
 from mirror_sd.messages import Chunk, Finished, SequenceUsage, Stats, Submit, TokenLogprob
+from mirror_sd.serving.generation import Event
 
 
 class ScriptedBroker:
     """Answers every submit with `tokens`, then `error` or a `Finished`.
 
     With `hang_after` it makes no more tokens after so many. `running` are the live requests,
-    `cancelled` those whose generator was closed before its end.
+    `cancelled` those that were left before their end.
     """
 
     def __init__(
@@ -49,19 +50,28 @@ class ScriptedBroker:
             return self._stats
         raise self._stats or AssertionError("no stats were given")
 
-    async def generate(self, submit: Submit) -> AsyncGenerator[Chunk | Finished, None]:
+    def open(self, submit: Submit, on_event: Callable[[Event], None]) -> Callable[[], None]:
         self.submits.append(submit)
         self.running.add(submit.request_id)
-        is_complete = False
-        try:
-            async for frame in self._frames(submit):
-                is_complete = isinstance(frame, Finished)
-                yield frame
-        finally:
-            self.running.discard(submit.request_id)
-            if not is_complete:
+        task = asyncio.create_task(self._answer(submit, on_event))
+
+        def leave() -> None:
+            if submit.request_id in self.running:
+                self.running.discard(submit.request_id)
                 self.cancelled.append(submit.request_id)
                 self.has_cancelled.set()
+            task.cancel()
+
+        return leave
+
+    async def _answer(self, submit: Submit, on_event: Callable[[Event], None]) -> None:
+        try:
+            async for frame in self._frames(submit):
+                if isinstance(frame, Finished):
+                    self.running.discard(submit.request_id)
+                on_event(frame)
+        except Exception as error:  # noqa: BLE001 - handed to the gateway
+            on_event(error)
 
     async def _frames(self, submit: Submit) -> AsyncGenerator[Chunk | Finished, None]:
         tokens = self._tokens[: submit.params.max_tokens]

@@ -130,18 +130,22 @@ class ScriptedWorker:
         if any(HANG in submit.prompt for submit, _ in self.running.values()):
             return
         self.steps += bool(self.running)
+        made: list[messages.Output] = []
         for request_id, (submit, position) in list(self.running.items()):
             if position >= submit.params.max_tokens:
                 usage = SequenceUsage(prompt_tokens=len(submit.prompt), completion_tokens=position)
-                self.send(Finished(request_id=request_id, reason="length", usage=usage))
+                made.append(Finished(request_id=request_id, reason="length", usage=usage))
                 del self.running[request_id]
                 continue
+            self.running[request_id] = (submit, position + 1)
             if SKIP in submit.prompt and position == 3 and not self.has_skipped:
                 self.has_skipped = True
-                self.running[request_id] = (submit, position + 1)
                 continue
-            self.running[request_id] = (submit, position + 1)
-            self.send(self.chunk(submit, position))
+            made.append(self.chunk(submit, position))
+        if made:
+            frame, count = messages.encode_outputs(made)
+            assert count == len(made)
+            self.socket.send(frame)
 
     def chunk(self, submit: Submit, position: int) -> Chunk:
         token = token_at(submit.prompt, position)

@@ -23,6 +23,7 @@ from tests.unit.serving.broker_stack import (
     broker_stack,
     collect,
     expected,
+    generate,
     make_submit,
     wait_for_stats,
 )
@@ -53,7 +54,7 @@ def test_leaving_a_running_stream_frees_its_slot(stack: BrokerStack) -> None:
     async def scenario() -> None:
         stack.start_worker("w0", slots=1)
         async with stack.client() as client:
-            events = client.generate(make_submit("a", tokens=10_000))
+            events = generate(client, make_submit("a", tokens=10_000))
             await anext(events)
             await events.aclose()
             stats = await wait_for_stats(client, lambda s: s.running == 0, within_s=2.0)

@@ -26,6 +26,7 @@ from mirror_sd.messages import (
     Chunk,
     Failed,
     Finished,
+    Outputs,
     Ping,
     Pong,
     SequenceUsage,
@@ -33,7 +34,7 @@ from mirror_sd.messages import (
 )
 from mirror_sd.serving import broker_client
 from mirror_sd.serving.broker_client import BrokerClient
-from tests.unit.serving.broker_stack import collect, make_submit
+from tests.unit.serving.broker_stack import collect, generate, make_submit
 
 CONFIG = BrokerConfig(heartbeat_ms=50, missed_heartbeats=3)
 
@@ -129,7 +130,7 @@ def lost(request_id: str = "a") -> Failed:
 @pytest.mark.parametrize("how", ["aclose", "cancel", "close of the client"])
 def test_leaving_early_sends_cancel_exactly_once(how: str) -> None:
     async def scenario(broker: ScriptedBroker, client: BrokerClient) -> None:
-        events = client.generate(make_submit("a"))
+        events = generate(client, make_submit("a"))
         first = asyncio.create_task(anext(events))
         await broker.next()
         if how == "aclose":
@@ -164,6 +165,23 @@ def test_a_stream_that_ended_is_not_cancelled() -> None:
             with pytest.raises(InvalidRequest, match="no"):
                 await answer
         assert await broker.hears_nothing()
+
+    with_client(scenario)
+
+
+def test_outputs_of_several_requests_in_one_frame_reach_each_its_own() -> None:
+    async def scenario(broker: ScriptedBroker, client: BrokerClient) -> None:
+        one, two = make_submit("a"), make_submit("b")
+        async with started(broker, client, one) as first, started(broker, client, two) as second:
+            await broker.send(Outputs(items=(chunk(0, 7), chunk(0, 8, request_id="b"))))
+            # What was delivered before, and what nobody asked for, counts no more than alone.
+            stray = chunk(0, 1, request_id="unknown")
+            await broker.send(Outputs(items=(stray, chunk(0, 7, 9), finished(2), lost("b"))))
+            assert await first == [7, 9]
+            again = await broker.next()
+            assert isinstance(again, Submit) and again.delivered == (8,)
+            await broker.send(finished(1, "b"))
+            assert await second == [8]
 
     with_client(scenario)
 

@@ -115,3 +115,42 @@ def test_switchboard_survives_any_frames_in_any_order(frames: list[tuple]) -> No
         board.check_integrity()
     board.pids()
     messages.encode(board.stats(1))
+
+
+def small_chunk(number: int) -> messages.Chunk:
+    return messages.Chunk(request_id=f"r{number}", index=number, tokens=(number, 50_000))
+
+
+def test_outputs_of_a_step_share_a_frame_and_keep_their_order() -> None:
+    outputs = [small_chunk(number) for number in range(20)]
+    frame, count = messages.encode_outputs(outputs)
+    assert count == 20
+    assert messages.decode(frame) == messages.Outputs(items=tuple(outputs))
+
+
+def test_one_output_alone_is_framed_as_itself() -> None:
+    assert messages.encode_outputs([small_chunk(1)]) == (messages.encode(small_chunk(1)), 1)
+
+
+def test_large_outputs_are_spread_over_frames_that_all_fit() -> None:
+    wide = messages.Failed(request_id="a", code="b", message="x" * 700_000)
+    outputs: list[messages.Output] = [small_chunk(0), wide, wide, small_chunk(3), wide]
+    frames: list[bytes] = []
+    rest = outputs
+    while rest:
+        frame, count = messages.encode_outputs(rest)
+        frames.append(frame)
+        rest = rest[count:]
+    assert all(len(frame) < 2 * 700_000 for frame in frames) and len(frames) == 3
+    read = [messages.decode(frame) for frame in frames]
+    assert [o for m in read for o in getattr(m, "items", (m,))] == outputs
+
+
+def test_outputs_with_one_unreadable_item_are_refused_as_a_whole() -> None:
+    frame, _ = messages.encode_outputs([small_chunk(1), small_chunk(2)])
+    broken = frame.replace(b"chunk", b"chuck", 1)
+    head = messages.decode_from_worker(broken)
+    assert isinstance(head, messages.OutputsHead)
+    for read in (lambda: messages.decode(broken), lambda: messages.heads_of(head)):
+        with pytest.raises(ProtocolError):
+            read()

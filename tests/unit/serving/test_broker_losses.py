@@ -16,6 +16,7 @@ from tests.unit.serving.broker_stack import (
     broker_stack,
     collect,
     expected,
+    generate,
     make_submit,
     wait_for_stats,
 )
@@ -234,7 +235,7 @@ def test_logprobs_come_once_for_each_token_across_a_resume(stack: BrokerStack) -
             submit = make_submit("a", tokens=40, params=params)
             scored: list[int] = []
             prompts = []
-            async for event in client.generate(submit):
+            async for event in generate(client, submit):
                 if isinstance(event, Chunk):
                     scored += [entry.token_id for entry in event.logprobs or ()]
                     prompts += [event.prompt_logprobs] if event.prompt_logprobs else []

@@ -18,6 +18,7 @@ from mirror_sd.messages import (
     Failed,
     Finished,
     Heartbeat,
+    Outputs,
     Ping,
     Pong,
     Register,
@@ -104,6 +105,35 @@ def test_a_request_goes_to_a_worker_and_its_frames_come_back_unchanged() -> None
     assert desk.worker(chunk) == [(b"g", chunk)]
     assert desk.worker(finished) == [(b"g", finished)]
     assert desk.board.is_idle
+
+
+def test_the_outputs_of_a_step_reach_each_gateway_in_one_frame() -> None:
+    desk = Desk()
+    desk.register(slots=4)
+    for name, gateway in (("a", b"g1"), ("b", b"g2"), ("c", b"g1")):
+        desk.gateway(make_submit(name), gateway)
+    chunks = [Chunk(request_id=name, index=0, tokens=(7,)) for name in "abcx"]
+    finished = Finished(request_id="a", reason="stop", usage=SequenceUsage(completion_tokens=1))
+    sent = desk.worker(Outputs(items=(*chunks, finished)))
+    assert sent == [
+        (b"w", Cancel(request_id="x")),
+        (b"g1", Outputs(items=(chunks[0], chunks[2], finished))),
+        (b"g2", chunks[1]),
+    ]
+    assert desk.worker(chunks[0]) == [(b"w", Cancel(request_id="a"))], "it has ended"
+
+
+def test_outputs_with_an_unreadable_item_change_nothing() -> None:
+    desk = Desk()
+    desk.register()
+    desk.gateway(make_submit("a"))
+    usage = SequenceUsage(completion_tokens=1)
+    finished = Finished(request_id="a", reason="stop", usage=usage)
+    chunk = Chunk(request_id="b", index=0, tokens=(7,))
+    frame, _ = messages.encode_outputs([finished, chunk])
+    desk.board.from_worker(b"w", frame.replace(b"chunk", b"chuck"))
+    assert desk.sent() == []
+    assert desk.worker(finished) == [(b"g", finished)], "the request is still there"
 
 
 def test_the_same_submit_again_is_ignored_while_the_request_lives() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from mirror_sd.messages import (
     Failed,
     Finished,
     Heartbeat,
+    Outputs,
     Register,
     Reset,
     SamplingParams,
@@ -42,6 +44,8 @@ class BrokerEnd:
         self._socket.linger = 0
         self._socket.bind(endpoint)
         self.worker = b""
+        self.frames = 0
+        self._arrived: deque[AnyMessage] = deque()
 
     def send(self, message: ToWorker) -> None:
         self._socket.send_multipart([self.worker, encode(message)])
@@ -50,17 +54,24 @@ class BrokerEnd:
         self._socket.send_multipart([self.worker, *frames])
 
     def next(self, *kinds: type[AnyMessage]) -> AnyMessage:
-        """The next frame of one of `kinds`; others are skipped."""
+        """The next message of one of `kinds`; others are skipped."""
         deadline = time.monotonic() + PATIENCE_S
         while time.monotonic() < deadline:
-            if self._socket.poll(50):
-                identity, frame = self._socket.recv_multipart()
-                message = decode(frame)
-                if isinstance(message, Register):
-                    self.worker = identity
+            while self._arrived:
+                message = self._arrived.popleft()
                 if isinstance(message, kinds):
                     return message
+            if self._socket.poll(50):
+                self._receive()
         raise AssertionError(f"no {kinds} within {PATIENCE_S} s")
+
+    def _receive(self) -> None:
+        identity, frame = self._socket.recv_multipart()
+        message = decode(frame)
+        if isinstance(message, Register):
+            self.worker = identity
+        self.frames += 1
+        self._arrived.extend(message.items if isinstance(message, Outputs) else [message])
 
     def close(self) -> None:
         self._context.destroy(linger=0)
@@ -154,6 +165,23 @@ def test_submitted_sequence_comes_back_token_by_token(bench: Bench) -> None:
     tokens = [frame.tokens for frame in frames[:3] if isinstance(frame, Chunk)]
     assert tokens == [(0,), (1,), (2,)]
     assert isinstance(frames[3], Finished)
+
+
+def test_outputs_of_a_step_share_a_frame(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, step_s=0.05)
+    try:
+        bench.start()
+        for name in "abcd":
+            bench.broker.send(submit(name, max_tokens=10_000))
+        while {bench.broker.next(Chunk).request_id for _ in range(4)} != set("abcd"):
+            pass
+        before = bench.broker.frames
+        for _ in range(20):
+            bench.broker.next(Chunk)
+        # Five steps, and the heartbeats that came between them.
+        assert bench.broker.frames - before <= 5 + 8
+    finally:
+        bench.close()
 
 
 def test_sequence_that_the_engine_refuses_fails_with_the_engines_reason(bench: Bench) -> None:
