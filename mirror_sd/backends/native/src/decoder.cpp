@@ -16,6 +16,8 @@ namespace {
 // Rows up to which a row phase is done by the thread that arrives last: a second barrier costs more.
 constexpr int kSerialRows = 2;
 constexpr int kPhasesPerLayer = 9;
+constexpr int kMaxAttentionRows = 8;
+constexpr int kBlocksAhead = 4;
 constexpr size_t kHugePage = size_t{2} << 20;
 
 int round_up(int value, int multiple) { return (value + multiple - 1) / multiple * multiple; }
@@ -229,7 +231,8 @@ void Decoder::reserve(int tokens) {
 }
 
 void Decoder::plan(const Batch& batch) {
-    const int rows_per_tile = std::max(1, std::min(kTile, kMaxQueries / heads_per_kv_));
+    const int rows_per_tile =
+        std::max(1, std::min(kMaxAttentionRows, kMaxQueries / heads_per_kv_));
     tiles_.clear();
     tasks_.clear();
     tile_of_row_.assign(static_cast<size_t>(batch.tokens), 0);
@@ -328,6 +331,7 @@ void Decoder::run_layer(int thread, const Batch& batch, int index, Phases phases
     const int tokens = batch.tokens;
     const size_t hidden = static_cast<size_t>(hidden_);
     for_rows(thread, tokens, phases[0], [&](int row) {
+        fetch_slot(batch, index, row);
         normalise_row(thread, layer.attention_norm, m.x.data() + row * hidden, row,
                       layer.qkv.format);
     });
@@ -337,6 +341,9 @@ void Decoder::run_layer(int thread, const Batch& batch, int index, Phases phases
     });
     for_rows(thread, tokens, phases[2], [&](int row) { rotate_and_cache(batch, index, row); });
     phases[3].take(thread, [&](int task) {
+        if (static_cast<size_t>(task) + 1 < tasks_.size()) {
+            fetch_ahead(batch, index, tasks_[static_cast<size_t>(task) + 1]);
+        }
         attend(thread, batch, index, tasks_[static_cast<size_t>(task)]);
     });
     for_rows(thread, tokens, phases[4], [&](int row) {
@@ -387,64 +394,65 @@ void Decoder::rotate_and_cache(const Batch& batch, int index, int row) {
     float* qkv = m.qkv.data() + static_cast<size_t>(row) * qkv_stride_;
     const float* cosines = m.cosines.data() + static_cast<size_t>(row) * half;
     const float* sines = m.sines.data() + static_cast<size_t>(row) * half;
+    const size_t unit_bytes = static_cast<size_t>(units_) * 4;
+    uint8_t* queries = m.queries.data() + static_cast<size_t>(row) * spec_.heads * unit_bytes;
     for (int head = 0; head < spec_.heads + spec_.kv_heads; ++head) {
         float* v = qkv + static_cast<size_t>(head) * dim;
         const std::vector<float>& norm = head < spec_.heads ? layer.q_norm : layer.k_norm;
-        if (!norm.empty()) {
-            const float mean = kernels_.dot(v, v, dim) / static_cast<float>(dim);
-            const float scale = 1.0f / std::sqrt(mean + spec_.rms_eps);
-            for (int i = 0; i < dim; ++i) v[i] = v[i] * scale * norm[static_cast<size_t>(i)];
-        }
-        for (int i = 0; i < half; ++i) {
-            const float first = v[i], second = v[i + half];
-            v[i] = first * cosines[i] - second * sines[i];
-            v[i + half] = second * cosines[i] + first * sines[i];
-        }
-    }
-    uint8_t* queries = m.queries.data() + static_cast<size_t>(row) * spec_.heads * units_ * 4;
-    for (int head = 0; head < spec_.heads; ++head) {
-        const float* v = qkv + static_cast<size_t>(head) * dim;
-        uint8_t* to = queries + static_cast<size_t>(head) * units_ * 4;
-        if (spec_.fp32_cache) {
-            std::memcpy(to, v, static_cast<size_t>(dim) * 4);
-        } else {
-            kernels_.store_bf16(v, dim, reinterpret_cast<uint16_t*>(to));
-        }
+        kernels_.rotate_head(v, dim, norm.empty() ? nullptr : norm.data(), spec_.rms_eps, cosines,
+                             sines);
+        if (head >= spec_.heads) continue;
+        kernels_.store_units(v, dim, units_, spec_.fp32_cache,
+                             queries + static_cast<size_t>(head) * unit_bytes);
     }
     const int sequence = tiles_[static_cast<size_t>(tile_of_row_[static_cast<size_t>(row)])].sequence;
     const int position = batch.positions[row];
     const int slot = position % block_size_;
-    const int lane = slot % kKeysPerChunk;
-    const bool last = row + 1 == batch.offsets[sequence + 1];
+    const bool alone = row + 1 == batch.offsets[sequence + 1];
     uint8_t* block = cache_of(
         index, batch.tables[static_cast<size_t>(sequence)][position / block_size_]);
-    const size_t chunk_bytes = static_cast<size_t>(units_) * 128;
-    const size_t lines = static_cast<size_t>(padded_dim_ / 16);
     for (int head = 0; head < spec_.kv_heads; ++head) {
-        uint8_t* keys = block + static_cast<size_t>(head * chunks_per_block_ + slot / kKeysPerChunk) *
-                                    chunk_bytes;
-        uint8_t* values = keys + chunk_bytes / 2;
-        const float* k = qkv + static_cast<size_t>(spec_.heads + head) * dim;
-        const float* v = k + static_cast<size_t>(spec_.kv_heads) * dim;
-        if (spec_.fp32_cache) {
-            for (int i = 0; i < dim; ++i) {
-                std::memcpy(keys + i * 64 + lane * 4, k + i, 4);
-                std::memcpy(values + (static_cast<size_t>(lane) * lines + i / 16) * 64 + i % 16 * 4,
-                            v + i, 4);
-            }
-            continue;
-        }
-        uint16_t k16[512], v16[512];
-        kernels_.store_bf16(k, dim, k16);
-        kernels_.store_bf16(v, dim, v16);
-        for (int i = 0; i < dim; ++i) {
-            std::memcpy(keys + i / 2 * 64 + lane * 4 + i % 2 * 2, k16 + i, 2);
-            uint8_t* to = values + (static_cast<size_t>(lane / 2) * lines + i / 16) * 64 + i % 16 * 4;
-            std::memcpy(to + lane % 2 * 2, v16 + i, 2);
-            // The pair's other key will be read with weight zero; what an earlier user of the block
-            // left there may be a NaN.
-            if (last && lane % 2 == 0) std::memset(to + 2, 0, 2);
-        }
+        const size_t chunk = static_cast<size_t>(head * chunks_per_block_ + slot / kKeysPerChunk);
+        const float* key = qkv + static_cast<size_t>(spec_.heads + head) * dim;
+        const float* value = key + static_cast<size_t>(spec_.kv_heads) * dim;
+        kernels_.store_kv(key, value, dim, padded_dim_, slot % kKeysPerChunk, alone,
+                          spec_.fp32_cache, block + chunk * unit_bytes * 32);
+    }
+}
+
+// Asks for the lines that a row's key and value will be written to: a key touches one line for each
+// two of its dimensions, and waiting for them took as long as a third of the attention.
+void Decoder::fetch_slot(const Batch& batch, int layer, int row) const {
+    const int sequence = tiles_[static_cast<size_t>(tile_of_row_[static_cast<size_t>(row)])].sequence;
+    const int position = batch.positions[row];
+    const int slot = position % block_size_;
+    const uint8_t* block = cache_of(
+        layer, batch.tables[static_cast<size_t>(sequence)][position / block_size_]);
+    const size_t chunk_bytes = static_cast<size_t>(units_) * 128;
+    for (int head = 0; head < spec_.kv_heads; ++head) {
+        const uint8_t* chunk =
+            block + static_cast<size_t>(head * chunks_per_block_ + slot / kKeysPerChunk) * chunk_bytes;
+        for (int unit = 0; unit < units_; ++unit) __builtin_prefetch(chunk + 64 * unit, 1, 2);
+        const int lines = padded_dim_ / 16;
+        const uint8_t* values =
+            chunk + chunk_bytes / 2 +
+            static_cast<size_t>(slot % kKeysPerChunk / unit_size_ * lines) * 64;
+        for (int line = 0; line < lines; ++line) __builtin_prefetch(values + 64 * line, 1, 2);
+    }
+}
+
+// Asks for the first chunks of a task while the one before it is computed.
+void Decoder::fetch_ahead(const Batch& batch, int layer, const AttentionTask& task) const {
+    const Tile& tile = tiles_[static_cast<size_t>(task.tile)];
+    const int32_t* table = batch.tables[static_cast<size_t>(tile.sequence)];
+    const int last = batch.positions[tile.first_row + tile.rows - 1] / block_size_;
+    const int first = task.segment_begin * kKeysPerSegment / kKeysPerChunk / chunks_per_block_;
+    const size_t head_bytes = static_cast<size_t>(chunks_per_block_) * units_ * 128;
+    const size_t wanted = std::min<size_t>(head_bytes, 16384);
+    for (int i = first; i <= std::min(last, first + kBlocksAhead - 1); ++i) {
+        const uint8_t* at =
+            cache_of(layer, table[i]) + static_cast<size_t>(task.kv_head) * head_bytes;
+        for (size_t line = 0; line < wanted; line += 64) __builtin_prefetch(at + line, 0, 2);
     }
 }
 
@@ -458,7 +466,7 @@ void Decoder::attend(int thread, const Batch& batch, int layer, const AttentionT
     Memory& m = *memory_;
     auto& own = m.threads[static_cast<size_t>(thread)];
     const Tile& tile = tiles_[static_cast<size_t>(task.tile)];
-    const uint8_t* rows[kTile];
+    const uint8_t* rows[kMaxAttentionRows];
     const size_t head_bytes = static_cast<size_t>(units_) * 4;
     for (int i = 0; i < tile.rows; ++i) {
         rows[i] = m.queries.data() +

@@ -78,6 +78,8 @@ private:
     void run_layer(int thread, const Batch& batch, int index, Phases phases);
     void embed(const Batch& batch, int row);
     void rotate_and_cache(const Batch& batch, int layer, int row);
+    void fetch_slot(const Batch& batch, int layer, int row) const;
+    void fetch_ahead(const Batch& batch, int layer, const AttentionTask& task) const;
     void attend(int thread, const Batch& batch, int layer, const AttentionTask& task);
     void finish_rows(const Tile& tile, int kv_head, const AttentionState& state);
     void join_segments(int row);

@@ -35,6 +35,8 @@ namespace MIRROR_CONCAT(isa_, MIRROR_ISA) {
 
 #include "linear.h"
 
+#include "cache.h"
+
 #include "attention.h"
 
 // Without software prefetch: it only slows a pure stream down.
@@ -58,8 +60,9 @@ static const KernelTable table = {
     quantise,
     attention,
     fold,
-    store_bf16_row,
-    dot,
+    rotate_head,
+    store_units,
+    store_kv,
     read,
 };
 

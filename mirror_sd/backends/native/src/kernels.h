@@ -7,7 +7,7 @@
 //         what the group's weights have in common
 //   bf16: 16 lines of [16 outputs][2 inputs] (1024 bytes)
 //   fp32: 32 lines of [16 outputs] (2048 bytes)
-// Activations: tiles of 8 rows, [tile][group][8 rows][group bytes], beside them [tile][group][8][4]
+// Activations: tiles of 16 rows, [tile][group][16 rows][group bytes], beside them [tile][group][16][4]
 // numbers: the group's scale, the sum of its values, and (an integer) where the products' sum starts.
 #pragma once
 
@@ -18,7 +18,7 @@ namespace mirror {
 
 constexpr int kGroup = 32;
 constexpr int kStrip = 16;
-constexpr int kTile = 8;
+constexpr int kTile = 16;
 constexpr int kKeysPerChunk = 16;
 constexpr int kKeysPerSegment = 256;
 constexpr int kMaxQueries = 32;  // rows x heads of an attention tile
@@ -100,8 +100,15 @@ struct KernelTable {
     void (*attention)(const AttentionTile&, bool fp32, AttentionState* state, uint8_t* scratch);
     // Folds segment states, in order, into `state`.
     void (*fold)(const AttentionState& segment, int queries, int padded_dim, AttentionState* state);
-    void (*store_bf16)(const float* x, int count, uint16_t* y);
-    float (*dot)(const float* a, const float* b, int count);
+    // Norm (if `norm`) and rotary positions of one head in place; sizes in floats.
+    void (*rotate_head)(float* head, int dim, const float* norm, float eps, const float* cosines,
+                        const float* sines);
+    // The head as `units` of the cache's number format, zero beyond `dim`.
+    void (*store_units)(const float* head, int dim, int units, bool fp32, uint8_t* out);
+    // One token's key and value of one KV head into lane `lane` of its chunk. `alone`: no later
+    // token of the batch follows in the chunk.
+    void (*store_kv)(const float* key, const float* value, int dim, int padded_dim, int lane,
+                     bool alone, bool fp32, uint8_t* chunk);
     uint64_t (*read)(const uint8_t* p, size_t bytes);
 };
 

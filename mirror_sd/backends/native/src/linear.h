@@ -6,11 +6,9 @@
 // groups) for one row to hide the latency of the products.
 #pragma once
 
-#if MIRROR_SET >= 2
-constexpr int kRowsAtOnce = 8;
-#else
-constexpr int kRowsAtOnce = 2;
-#endif
+// Rows of a pass over a strip's weights: as many as the registers hold.
+constexpr int kRowsAtOnce = MIRROR_SET >= 2 ? 8 : 2;
+constexpr size_t kAhead = 6144;
 
 template <Format format, int rows> struct Products;
 
@@ -74,6 +72,9 @@ template <int lines, int rows> FORCE void fetch(const uint8_t* w, const uint8_t*
         for (int line = 0; line < lines; ++line) prefetch(w + 64 * line);
     } else if (next) {
         for (int line = 0; line < lines; ++line) prefetch2(next + 64 * line);
+    } else if (rows >= 5 && lines >= 16) {
+        // Here the products take as long as the lines, and without this the two add up.
+        for (int line = 0; line < lines; ++line) prefetch2(w + kAhead + 64 * line);
     }
 }
 
@@ -135,42 +136,46 @@ static void tile(const uint8_t* w, const uint8_t* next, const uint8_t* x, const 
     for (int m = 0; m < rows; ++m) store(out + 16 * m, y[m]);
 }
 
+template <Format format, int rows>
+FORCE void tile_of(int count, const uint8_t* w, const uint8_t* next, const uint8_t* x,
+                   const float* scales, int groups, float* out) {
+    if constexpr (rows > 1) {
+        if (count < rows) return tile_of<format, rows - 1>(count, w, next, x, scales, groups, out);
+    }
+    tile<format, rows>(w, next, x, scales, groups, out);
+}
+
+// `pass` counts the passes over the strip's weights from the first rows of the batch on.
 template <Format format>
-FORCE void tile_rows(const uint8_t* w, const uint8_t* next, const uint8_t* x, const float* scales,
-                     int groups, int rows, float* out) {
-#if MIRROR_SET >= 2
-    switch (rows) {
-        case 1: return tile<format, 1>(w, next, x, scales, groups, out);
-        case 2: return tile<format, 2>(w, next, x, scales, groups, out);
-        case 3: return tile<format, 3>(w, next, x, scales, groups, out);
-        case 4: return tile<format, 4>(w, next, x, scales, groups, out);
-        case 5: return tile<format, 5>(w, next, x, scales, groups, out);
-        case 6: return tile<format, 6>(w, next, x, scales, groups, out);
-        case 7: return tile<format, 7>(w, next, x, scales, groups, out);
-        default: return tile<format, 8>(w, next, x, scales, groups, out);
+static void tile_rows(const uint8_t* w, size_t strip_bytes, int tile_index, const uint8_t* x,
+                      const float* scales, int groups, int rows, float* out) {
+    int pass = tile_index * (kTile / kRowsAtOnce);
+    for (int row = 0; row < rows; row += kRowsAtOnce, ++pass) {
+        const int count = rows - row < kRowsAtOnce ? rows - row : kRowsAtOnce;
+        tile_of<format, kRowsAtOnce>(count, w, pass == 1 ? w + strip_bytes : nullptr,
+                                 x + static_cast<size_t>(row) * kRowBytes[format],
+                                 scales + row * kRowNumbers, groups, out + row * kStrip);
     }
-#else
-    for (; rows >= 2; rows -= 2, x += 2 * kRowBytes[format], scales += 2 * kRowNumbers, out += 32) {
-        tile<format, 2>(w, next, x, scales, groups, out);
-    }
-    if (rows == 1) tile<format, 1>(w, next, x, scales, groups, out);
-#endif
 }
 
 // Sums of one strip for the rows of one tile, before multiplier and bias: out[row][16].
 static void strip_tile(const Matrix& a, int strip, const Tiles& x, int tile_index, int rows,
                        float* out) {
     const uint8_t* w = a.strips + static_cast<size_t>(strip) * a.strip_bytes();
-    const uint8_t* next = tile_index == 1 ? w + a.strip_bytes() : nullptr;
+    const size_t bytes = a.strip_bytes();
     const size_t at = static_cast<size_t>(tile_index) * a.groups * kTile;
-    const uint8_t* values = x.values + at * kRowBytes[a.format];
+    const uint8_t* v = x.values + at * kRowBytes[a.format];
     const float* scales = x.scales + at * kRowNumbers;
     switch (a.format) {
         case kInt8:
-        case kRotated: return tile_rows<kInt8>(w, next, values, scales, a.groups, rows, out);
-        case kInt16: return tile_rows<kInt16>(w, next, values, scales, a.groups, rows, out);
-        case kBf16: return tile_rows<kBf16>(w, next, values, scales, a.groups, rows, out);
-        default: return tile_rows<kFp32>(w, next, values, scales, a.groups, rows, out);
+        case kRotated:
+            return tile_rows<kInt8>(w, bytes, tile_index, v, scales, a.groups, rows, out);
+        case kInt16:
+            return tile_rows<kInt16>(w, bytes, tile_index, v, scales, a.groups, rows, out);
+        case kBf16:
+            return tile_rows<kBf16>(w, bytes, tile_index, v, scales, a.groups, rows, out);
+        default:
+            return tile_rows<kFp32>(w, bytes, tile_index, v, scales, a.groups, rows, out);
     }
 }
 

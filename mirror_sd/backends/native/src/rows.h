@@ -132,24 +132,3 @@ static void normalise(const float* x, const float* weight, int size, float eps, 
         store(y + i, mul(mul(load(x + i), scale), load(weight + i)));
     }
 }
-
-static float dot(const float* a, const float* b, int count) {
-    F sum = zero();
-    int i = 0;
-    for (; i + 16 <= count; i += 16) sum = fma(load(a + i), load(b + i), sum);
-    float total = reduce_add(sum);
-    for (; i < count; ++i) total += a[i] * b[i];
-    return total;
-}
-
-static void store_bf16_row(const float* x, int count, uint16_t* y) {
-    int i = 0;
-    for (; i + 16 <= count; i += 16) store_bf16(y + i, load(x + i));
-    if (i < count) {
-        alignas(64) float last[16] = {};
-        uint16_t out[16];
-        for (int j = i; j < count; ++j) last[j - i] = x[j];
-        store_bf16(out, load(last));
-        for (int j = i; j < count; ++j) y[j] = out[j - i];
-    }
-}

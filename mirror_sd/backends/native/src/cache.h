@@ -1,0 +1,75 @@
+// One token's queries, keys and values: norm, rotary positions, and into the cache. Included inside
+// an ISA's namespace. The layout of the cache is described in attention.h.
+#pragma once
+
+static void rotate_head(float* head, int dim, const float* norm, float eps, const float* cosines,
+                        const float* sines) {
+    const int half = dim / 2;
+    if (norm) {
+        F sum = zero();
+        int i = 0;
+        for (; i + 16 <= dim; i += 16) sum = fma(load(head + i), load(head + i), sum);
+        float total = reduce_add(sum);
+        for (; i < dim; ++i) total += head[i] * head[i];
+        const float scale = 1.0f / __builtin_sqrtf(total / static_cast<float>(dim) + eps);
+        for (i = 0; i < dim; ++i) head[i] = head[i] * scale * norm[i];
+    }
+    // Plain loops: without contraction the vector form of the compiler has the same bits.
+    for (int i = 0; i < half; ++i) {
+        const float first = head[i], second = head[i + half];
+        head[i] = first * cosines[i] - second * sines[i];
+        head[i + half] = second * cosines[i] + first * sines[i];
+    }
+}
+
+FORCE void store_bf16_row(const float* x, int count, uint16_t* y) {
+    int i = 0;
+    for (; i + 16 <= count; i += 16) store_bf16(y + i, load(x + i));
+    if (i == count) return;
+    alignas(64) float last[16] = {};
+    for (int j = i; j < count; ++j) last[j - i] = x[j];
+    store_bf16(y + i, load(last));  // y has room for whole vectors
+}
+
+static void store_units(const float* head, int dim, int units, bool fp32, uint8_t* out) {
+    if (!fp32) {
+        store_bf16_row(head, dim, reinterpret_cast<uint16_t*>(out));
+        return;
+    }
+    float* to = reinterpret_cast<float*>(out);
+    for (int i = 0; i < units; ++i) to[i] = i < dim ? head[i] : 0.0f;
+}
+
+static void store_kv_fp32(const float* key, const float* value, int dim, int padded_dim, int lane,
+                          uint8_t* chunk) {
+    float* keys = reinterpret_cast<float*>(chunk) + lane;
+    float* values = reinterpret_cast<float*>(chunk) +
+                    static_cast<size_t>(padded_dim) * kKeysPerChunk +
+                    static_cast<size_t>(lane) * padded_dim;
+    for (int i = 0; i < dim; ++i) {
+        keys[16 * i] = key[i];
+        values[i] = value[i];
+    }
+}
+
+static void store_kv(const float* key, const float* value, int dim, int padded_dim, int lane,
+                     bool alone, bool fp32, uint8_t* chunk) {
+    if (fp32) return store_kv_fp32(key, value, dim, padded_dim, lane, chunk);
+    alignas(64) uint16_t halves[512];
+    store_bf16_row(key, dim, halves);
+    int32_t* keys = reinterpret_cast<int32_t*>(chunk) + lane;
+    for (int unit = 0; unit < dim / 2; ++unit) keys[16 * unit] = load32(halves + 2 * unit);
+    uint16_t* values = reinterpret_cast<uint16_t*>(chunk) +
+                       static_cast<size_t>(padded_dim) * kKeysPerChunk +
+                       static_cast<size_t>(lane / 2) * padded_dim * 2;
+    store_bf16_row(value, dim, halves);
+    if (lane % 2 == 0 && alone) {
+        // With the pair's other key zero: it will be read with weight zero, and what an earlier user
+        // of the block left there may be a NaN.
+        int32_t* pairs = reinterpret_cast<int32_t*>(values);
+        for (int i = 0; i < dim; ++i) pairs[i] = halves[i];
+        return;
+    }
+    values += lane % 2;
+    for (int i = 0; i < dim; ++i) values[2 * i] = halves[i];
+}
