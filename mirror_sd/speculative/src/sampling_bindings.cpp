@@ -16,6 +16,14 @@ using Row = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>
 using Rows = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Tokens = std::vector<int64_t>;
 
+// numpy lets an array begin at any byte.
+template <typename Array>
+const float* aligned(const Array& array) {
+    const auto address = reinterpret_cast<uintptr_t>(array.data());
+    if (address % alignof(float) != 0) throw std::invalid_argument("the logits are not aligned");
+    return array.data();
+}
+
 void make_chooser(mirror::Chooser* self, double temperature, int64_t top_k, double top_p,
                   double presence_penalty, double frequency_penalty, uint64_t seed,
                   std::vector<std::pair<int64_t, double>> bias, Tokens stop_tokens,
@@ -35,26 +43,28 @@ void make_chooser(mirror::Chooser* self, double temperature, int64_t top_k, doub
 }
 
 int64_t choose(mirror::Chooser& self, const Row& logits, int64_t position) {
+    const float* row = aligned(logits);
     const nb::gil_scoped_release release;
-    return self.choose(logits.data(), logits.shape(0), static_cast<uint32_t>(position));
+    return self.choose(row, logits.shape(0), static_cast<uint32_t>(position));
 }
 
 nb::tuple judge(mirror::Chooser& self, const Rows& logits, const Tokens& draft, int64_t position,
                 int64_t room) {
+    const mirror::LogitRows rows{aligned(logits), logits.shape(0), logits.shape(1)};
     mirror::Judgement done;
     {
         const nb::gil_scoped_release release;
-        done = self.judge({logits.data(), logits.shape(0), logits.shape(1)}, draft,
-                          static_cast<uint32_t>(position), room);
+        done = self.judge(rows, draft, static_cast<uint32_t>(position), room);
     }
     return nb::make_tuple(done.tokens, done.accepted, static_cast<int>(done.ending));
 }
 
 nb::tuple token_logprob(const Row& logits, int64_t token, int64_t best, const std::string& isa) {
+    const float* row = aligned(logits);
     mirror::Logprob done;
     {
         const nb::gil_scoped_release release;
-        done = mirror::token_logprob(logits.data(), logits.shape(0), token, best, isa);
+        done = mirror::token_logprob(row, logits.shape(0), token, best, isa);
     }
     return nb::make_tuple(done.logprob, done.top);
 }

@@ -173,18 +173,22 @@ def test_drafts_are_judged_as_numpy_does(temperature, penalty):
 
 @settings(max_examples=100, deadline=None)
 @given(row=st.one_of(rows(ordinary), rows(st.one_of(few, ordinary))), best=st.integers(0, 250))
-def test_logprobs_are_numpy_s_to_15_digits(row, best):
+def test_logprobs_are_numpy_s_but_for_the_last_bits(row, best):
     assume(row.max() > -np.inf)
     with np.errstate(all="ignore"):
         expected = numpy_sampling.token_logprob(row, row.size - 1, best)
     found = [_native.token_logprob(row, row.size - 1, best, isa) for isa in ISAS]
     assert all(one == found[0] for one in found)
     logprob, top = found[0]
-    assert logprob == pytest.approx(expected.logprob, rel=2e-15, abs=1e-15)
+    # log(sum(exp(x))) is rounded where its size is the peak's, and so are the differences from it.
+    last_bits = 4 * np.spacing(abs(float(row.max())) + 10)
+    assert logprob == pytest.approx(expected.logprob, rel=2e-15, abs=last_bits)
     assert [value for _, value in top] == pytest.approx(
-        [value for _, value in expected.top], rel=2e-15, abs=1e-15
+        [value for _, value in expected.top], rel=2e-15, abs=last_bits
     )
-    assert [token for token, _ in top] == [token for token, _ in expected.top]
+    # Logits closer than that may tie in one and not in the other.
+    chosen = [float(row[token]) for token, _ in top]
+    assert chosen == pytest.approx([float(row[t]) for t, _ in expected.top], rel=0, abs=last_bits)
 
 
 @pytest.mark.parametrize("vector", CONTRACT["vectors"])
@@ -230,6 +234,7 @@ def chooser(**fields):
 
 
 FLAT = np.zeros((2, 8), dtype=np.float32)
+UNALIGNED = np.zeros(33, dtype=np.uint8)[1:].view(np.float32)
 
 
 @pytest.mark.parametrize(
@@ -243,6 +248,9 @@ FLAT = np.zeros((2, 8), dtype=np.float32)
         (lambda: chooser().choose(None, 0), TypeError),
         (lambda: chooser().choose(FLAT[0], 2**80), TypeError),
         (lambda: chooser().choose(FLAT[0][:0], 0), ValueError),
+        (lambda: chooser().choose(UNALIGNED, 0), ValueError),
+        (lambda: chooser().judge(UNALIGNED[None], [], 0, 1), ValueError),
+        (lambda: _native.token_logprob(UNALIGNED, 0, 0), ValueError),
         (lambda: chooser(logit_bias={8: 1.0}).choose(FLAT[0], 0), ValueError),
         (lambda: chooser(logit_bias={-1: 1.0}).choose(FLAT[0], 0), ValueError),
         (lambda: NativeChooser(params(presence_penalty=1.0), [8]).choose(FLAT[0], 0), ValueError),
