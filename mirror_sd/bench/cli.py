@@ -11,7 +11,16 @@ from mirror_sd import config as configuration
 from mirror_sd import engine as engines
 from mirror_sd import model_store
 from mirror_sd.api.tokenizer import Tokenizer
-from mirror_sd.bench import decode, exactness, machine, peers_command, prompts, quality
+from mirror_sd.bench import (
+    decode,
+    exactness,
+    machine,
+    memory,
+    peers_command,
+    plot,
+    prompts,
+    quality,
+)
 from mirror_sd.bench import http as http_path
 from mirror_sd.bench.options import (
     AsJson,
@@ -22,6 +31,7 @@ from mirror_sd.bench.options import (
     Rounds,
     Threads,
     encode,
+    numbers,
     one_of,
     show,
     thread_count,
@@ -31,6 +41,8 @@ from mirror_sd.offline import load_tokenizer
 
 app = typer.Typer(no_args_is_help=True, help="Measure speed and exactness on this machine.")
 app.command("peers")(peers_command.peers)
+app.command("plot")(plot.command)
+app.command("memory")(memory.command)
 
 
 def _prepare(
@@ -85,6 +97,33 @@ def decode_command(
     )
     facts = {"threads": task.threads, "prompts": len(chats), "concurrency": concurrency}
     show({"machine": machine.describe(), **facts, "runs": decode.measure(task)}, as_json)
+
+
+@app.command("forward")
+def forward_command(
+    precision: Annotated[str, typer.Option(help="Comma list of precisions.")] = "int8,bf16",
+    tokens: Annotated[str, typer.Option(help="Comma list: new tokens.")] = "1,2,4,8,16,32",
+    contexts: Annotated[str, typer.Option(help="Comma list: length of the context.")] = "128,2048",
+    rounds: Rounds = 3,
+    repeats: Annotated[int, typer.Option(min=1, help="Forwards in a round.")] = 15,
+    threads: Threads = None,
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """Milliseconds of one forward against the time of reading weights and cache once."""
+    from mirror_sd.bench import forward
+
+    config = configuration.load(overrides=overrides or ())
+    report = forward.measure(
+        config,
+        one_of(precision, ("int8", "bf16", "fp32"), "--precision"),
+        tokens=numbers(tokens, "--tokens"),
+        contexts=numbers(contexts, "--contexts"),
+        threads=thread_count(threads or next(iter(config.pools.values())).threads),
+        rounds=rounds,
+        repeats=repeats,
+    )
+    show({"machine": machine.describe()} | report, as_json)
 
 
 @app.command("exactness")

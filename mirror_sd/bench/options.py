@@ -40,6 +40,16 @@ def one_of(text: str, allowed: tuple[str, ...], option: str) -> list[str]:
     return list(dict.fromkeys(words))
 
 
+def numbers(text: str, option: str) -> list[int]:
+    """The positive numbers of a comma list. Raises `typer.BadParameter`."""
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isdecimal() and int(word) > 0 for word in words):
+        raise typer.BadParameter(
+            f"{text!r} is not a comma list of positive numbers", param_hint=option
+        )
+    return sorted({int(word) for word in words})
+
+
 def encode(tokenizer: Tokenizer, chats: list[Messages]) -> list[tuple[int, ...]]:
     """The prompt ids of each conversation, by the model's chat template."""
     return [

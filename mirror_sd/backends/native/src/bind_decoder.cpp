@@ -246,7 +246,7 @@ double read_bandwidth(int threads, size_t bytes, int rounds) {
     for (int round = 0; round < rounds; ++round) {
         team.run([&](int thread) {
             const size_t at = static_cast<size_t>(thread);
-            team.barrier();
+            team.barrier({}, [] {});
             begins[at] = Clock::now();
             sink.fetch_add(kernels.read(static_cast<const uint8_t*>(memory[at]), part));
             ends[at] = Clock::now();

@@ -18,6 +18,7 @@ constexpr int kSerialRows = 2;
 constexpr int kPhasesPerLayer = 9;
 constexpr int kMaxAttentionRows = 8;
 constexpr int kBlocksAhead = 4;
+constexpr size_t kAheadBytes = 64 << 10;
 constexpr size_t kHugePage = size_t{2} << 20;
 
 int round_up(int value, int multiple) { return (value + multiple - 1) / multiple * multiple; }
@@ -222,7 +223,7 @@ void Decoder::reserve(int tokens) {
         const int groups = width / kGroup;
         values.resize(count * groups * widest);
         scales.resize(count * groups * kRowNumbers);
-        return Tiles{values.data(), scales.data(), groups};
+        return Tiles{values.data(), scales.data(), groups, kTile};
     };
     m.a = tiles(hidden_, m.a_values, m.a_scales);
     m.b = tiles(query_, m.b_values, m.b_scales);
@@ -274,6 +275,7 @@ void Decoder::forward(const Batch& batch, float* logits) {
     check(batch);
     reserve(std::max(batch.tokens, batch.rows));
     plan(batch);
+    set_tiles(batch);
     const int strips = head_.strip_count();
     for (int i = 0; i < spec_.layers; ++i) {
         const Layer& layer = layers_[static_cast<size_t>(i)];
@@ -295,27 +297,42 @@ void Decoder::forward(const Batch& batch, float* logits) {
     team_.run([&](int thread) { run(thread, batch, logits); });
 }
 
+void Decoder::set_tiles(const Batch& batch) {
+    int tile = 1;
+    while (tile < kTile && tile < std::max(batch.tokens, batch.rows)) tile *= 2;
+    for (Tiles* tiles : {&memory_->a, &memory_->b, &memory_->c}) tiles->tile = tile;
+}
+
 template <typename Work>
-void Decoder::for_rows(int thread, int rows, Ranges& ranges, const Work& work) {
+void Decoder::for_rows(int thread, int rows, Ranges& ranges, Ahead next, const Work& work) {
     if (rows <= kSerialRows) {
-        team_.barrier([&] {
+        team_.barrier(next, [&] {
             for (int row = 0; row < rows; ++row) work(row);
         });
         return;
     }
-    team_.barrier();
+    team_.barrier({}, [] {});
     ranges.take(thread, work);
-    team_.barrier();
+    team_.barrier(next, [] {});
+}
+
+// The first weights that a thread will read of a matrix whose tasks are `strips_per_task` strips.
+Ahead Decoder::first_strips(int thread, const Matrix& matrix, const Ranges& tasks,
+                            int strips_per_task) const {
+    const size_t bytes = matrix.strip_bytes();
+    const size_t begin = static_cast<size_t>(tasks.begin_of(thread) * strips_per_task) * bytes;
+    const size_t end = static_cast<size_t>(matrix.strip_count()) * bytes;
+    return {matrix.strips + begin, matrix.strips + std::min(end, begin + kAheadBytes)};
 }
 
 void Decoder::run(int thread, const Batch& batch, float* logits) {
     Memory& m = *memory_;
     const auto last = phases_.begin() + spec_.layers * kPhasesPerLayer;
-    for_rows(thread, batch.tokens, last[0], [&](int row) { embed(batch, row); });
+    for_rows(thread, batch.tokens, last[0], {}, [&](int row) { embed(batch, row); });
     for (int i = 0; i < spec_.layers; ++i) {
         run_layer(thread, batch, i, phases_.begin() + i * kPhasesPerLayer);
     }
-    for_rows(thread, batch.rows, last[1], [&](int row) {
+    for_rows(thread, batch.rows, last[1], first_strips(thread, head_, last[2], 1), [&](int row) {
         const float* x = m.x.data() + static_cast<size_t>(batch.logit_rows[row]) * hidden_;
         normalise_row(thread, final_norm_, x, row, head_.format);
     });
@@ -330,7 +347,7 @@ void Decoder::run_layer(int thread, const Batch& batch, int index, Phases phases
     const Layer& layer = layers_[static_cast<size_t>(index)];
     const int tokens = batch.tokens;
     const size_t hidden = static_cast<size_t>(hidden_);
-    for_rows(thread, tokens, phases[0], [&](int row) {
+    for_rows(thread, tokens, phases[0], first_strips(thread, layer.qkv, phases[1], 1), [&](int row) {
         fetch_slot(batch, index, row);
         normalise_row(thread, layer.attention_norm, m.x.data() + row * hidden, row,
                       layer.qkv.format);
@@ -339,14 +356,14 @@ void Decoder::run_layer(int thread, const Batch& batch, int index, Phases phases
         kernels_.linear(layer.qkv, strip, m.a, tokens, m.qkv.data(),
                         static_cast<size_t>(qkv_stride_), false);
     });
-    for_rows(thread, tokens, phases[2], [&](int row) { rotate_and_cache(batch, index, row); });
+    for_rows(thread, tokens, phases[2], {}, [&](int row) { rotate_and_cache(batch, index, row); });
     phases[3].take(thread, [&](int task) {
         if (static_cast<size_t>(task) + 1 < tasks_.size()) {
             fetch_ahead(batch, index, tasks_[static_cast<size_t>(task) + 1]);
         }
         attend(thread, batch, index, tasks_[static_cast<size_t>(task)]);
     });
-    for_rows(thread, tokens, phases[4], [&](int row) {
+    for_rows(thread, tokens, phases[4], first_strips(thread, layer.output, phases[5], 1), [&](int row) {
         join_segments(row);
         kernels_.quantise(m.mixed.data() + static_cast<size_t>(row) * query_, row, m.b,
                           layer.output.format);
@@ -354,14 +371,14 @@ void Decoder::run_layer(int thread, const Batch& batch, int index, Phases phases
     phases[5].take(thread, [&](int strip) {
         kernels_.linear(layer.output, strip, m.b, tokens, m.x.data(), hidden, true);
     });
-    for_rows(thread, tokens, phases[6], [&](int row) {
+    for_rows(thread, tokens, phases[6], first_strips(thread, layer.gate_up, phases[7], 4), [&](int row) {
         normalise_row(thread, layer.mlp_norm, m.x.data() + row * hidden, row,
                       layer.gate_up.format);
     });
     phases[7].take(thread, [&](int task) {
         kernels_.gate_up(layer.gate_up, task, m.a, tokens, m.c, layer.down.format);
     });
-    team_.barrier();
+    team_.barrier(first_strips(thread, layer.down, phases[8], 1), [] {});
     phases[8].take(thread, [&](int strip) {
         kernels_.linear(layer.down, strip, m.c, tokens, m.x.data(), hidden, true);
     });

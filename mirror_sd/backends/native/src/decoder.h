@@ -72,9 +72,13 @@ private:
 
     void check(const Batch& batch) const;
     void plan(const Batch& batch);
+    void set_tiles(const Batch& batch);
     void reserve(int tokens);
     void run(int thread, const Batch& batch, float* logits);
-    template <typename Work> void for_rows(int thread, int rows, Ranges& ranges, const Work& work);
+    template <typename Work>
+    void for_rows(int thread, int rows, Ranges& ranges, Ahead next, const Work& work);
+    Ahead first_strips(int thread, const Matrix& matrix, const Ranges& tasks,
+                       int strips_per_task) const;
     void run_layer(int thread, const Batch& batch, int index, Phases phases);
     void embed(const Batch& batch, int row);
     void rotate_and_cache(const Batch& batch, int layer, int row);

@@ -7,7 +7,7 @@
 //         what the group's weights have in common
 //   bf16: 16 lines of [16 outputs][2 inputs] (1024 bytes)
 //   fp32: 32 lines of [16 outputs] (2048 bytes)
-// Activations: tiles of 16 rows, [tile][group][16 rows][group bytes], beside them [tile][group][16][4]
+// Activations: tiles of up to 16 rows, [tile][group][rows][group bytes], beside them [..][rows][4]
 // numbers: the group's scale, the sum of its values, and (an integer) where the products' sum starts.
 #pragma once
 
@@ -40,6 +40,7 @@ struct Tiles {
     uint8_t* values;
     float* scales;
     int groups;
+    int tile;  // rows of a tile: the fewest that hold the batch, so that they stay in the L1 cache
 };
 
 struct Matrix {

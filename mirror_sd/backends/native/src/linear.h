@@ -72,16 +72,31 @@ template <int lines, int rows> FORCE void fetch(const uint8_t* w, const uint8_t*
         for (int line = 0; line < lines; ++line) prefetch(w + 64 * line);
     } else if (next) {
         for (int line = 0; line < lines; ++line) prefetch2(next + 64 * line);
-    } else if (rows >= 5 && lines >= 16) {
+    } else {
         // Here the products take as long as the lines, and without this the two add up.
         for (int line = 0; line < lines; ++line) prefetch2(w + kAhead + 64 * line);
     }
 }
 
-template <Format format, int rows>
-FORCE void integer_tile(const uint8_t* w, const uint8_t* next, const uint8_t* x, const float* scales, int groups, F* y) {
+FORCE int smaller(int a, int b) { return a < b ? a : b; }
+
+// One pass over a strip's weights.
+struct Pass {
+    const uint8_t* weights;
+    const uint8_t* next;  // weights to fetch meanwhile, or none
+    const uint8_t* x;     // first row in the first group
+    const float* scales;  // of that row
+    int groups;
+    int tile;             // rows between two groups of a row
+};
+
+template <Format format, int rows> FORCE void integer_tile(const Pass& pass, F* y) {
+    const uint8_t *w = pass.weights, *next = pass.next, *x = pass.x;
+    const float* scales = pass.scales;
+    const size_t x_step = static_cast<size_t>(pass.tile) * kRowBytes[format];
+    const size_t scales_step = static_cast<size_t>(pass.tile) * kRowNumbers;
     for (int m = 0; m < rows; ++m) y[m] = zero();
-    for (int group = 0; group < groups; ++group) {
+    for (int group = 0; group < pass.groups; ++group) {
         fetch<9, rows>(w, next);
         if (next) next += 576;
         I sum[rows];
@@ -95,16 +110,17 @@ FORCE void integer_tile(const uint8_t* w, const uint8_t* next, const uint8_t* x,
             y[m] = fma(minimum, set1(scales[kRowNumbers * m + 1]), y[m]);
         }
         w += 576;
-        x += kTile * kRowBytes[format];
-        scales += kTile * kRowNumbers;
+        x += x_step;
+        scales += scales_step;
     }
 }
 
-template <Format format, int rows>
-FORCE void float_tile(const uint8_t* w, const uint8_t* next, const uint8_t* x, int groups, F* y) {
+template <Format format, int rows> FORCE void float_tile(const Pass& pass, F* y) {
+    const uint8_t *w = pass.weights, *next = pass.next, *x = pass.x;
     constexpr int lines = format == kBf16 ? 16 : 32;
+    const size_t x_step = static_cast<size_t>(pass.tile) * kRowBytes[format];
     for (int m = 0; m < rows; ++m) y[m] = zero();
-    for (int group = 0; group < groups; ++group) {
+    for (int group = 0; group < pass.groups; ++group) {
         F sum[rows];
         for (int m = 0; m < rows; ++m) sum[m] = zero();
         fetch<lines, rows>(w, next);
@@ -120,66 +136,57 @@ FORCE void float_tile(const uint8_t* w, const uint8_t* next, const uint8_t* x, i
         }
         for (int m = 0; m < rows; ++m) y[m] = add(y[m], sum[m]);
         w += 64 * lines;
-        x += kTile * kRowBytes[format];
+        x += x_step;
     }
 }
 
-template <Format format, int rows>
-static void tile(const uint8_t* w, const uint8_t* next, const uint8_t* x, const float* scales,
-                 int groups, float* out) {
+template <Format format, int rows> static void tile(const Pass& pass, float* out) {
     F y[rows];
     if constexpr (format == kInt8 || format == kInt16) {
-        integer_tile<format, rows>(w, next, x, scales, groups, y);
+        integer_tile<format, rows>(pass, y);
     } else {
-        float_tile<format, rows>(w, next, x, groups, y);
+        float_tile<format, rows>(pass, y);
     }
     for (int m = 0; m < rows; ++m) store(out + 16 * m, y[m]);
 }
 
-template <Format format, int rows>
-FORCE void tile_of(int count, const uint8_t* w, const uint8_t* next, const uint8_t* x,
-                   const float* scales, int groups, float* out) {
+template <Format format, int rows> FORCE void tile_of(int count, const Pass& pass, float* out) {
     if constexpr (rows > 1) {
-        if (count < rows) return tile_of<format, rows - 1>(count, w, next, x, scales, groups, out);
+        if (count < rows) return tile_of<format, rows - 1>(count, pass, out);
     }
-    tile<format, rows>(w, next, x, scales, groups, out);
+    tile<format, rows>(pass, out);
 }
 
-// `pass` counts the passes over the strip's weights from the first rows of the batch on.
+// Sums of one strip for `rows` rows of one tile, before multiplier and bias: out[row][16].
 template <Format format>
-static void tile_rows(const uint8_t* w, size_t strip_bytes, int tile_index, const uint8_t* x,
-                      const float* scales, int groups, int rows, float* out) {
-    int pass = tile_index * (kTile / kRowsAtOnce);
-    for (int row = 0; row < rows; row += kRowsAtOnce, ++pass) {
-        const int count = rows - row < kRowsAtOnce ? rows - row : kRowsAtOnce;
-        tile_of<format, kRowsAtOnce>(count, w, pass == 1 ? w + strip_bytes : nullptr,
-                                 x + static_cast<size_t>(row) * kRowBytes[format],
-                                 scales + row * kRowNumbers, groups, out + row * kStrip);
+static void tile_rows(const Matrix& a, int strip, const Tiles& x, int tile_index, int rows,
+                      float* out) {
+    const size_t at = static_cast<size_t>(tile_index) * x.groups * x.tile;
+    Pass pass;
+    pass.weights = a.strips + static_cast<size_t>(strip) * a.strip_bytes();
+    pass.x = x.values + at * kRowBytes[format];
+    pass.scales = x.scales + at * kRowNumbers;
+    pass.groups = a.groups;
+    pass.tile = x.tile;
+    int passes = tile_index * (kTile / kRowsAtOnce);
+    for (int row = 0; row < rows; row += kRowsAtOnce, ++passes) {
+        pass.next = passes == 1 ? pass.weights + a.strip_bytes() : nullptr;
+        tile_of<format, kRowsAtOnce>(smaller(rows - row, kRowsAtOnce), pass, out + row * kStrip);
+        pass.x += kRowsAtOnce * kRowBytes[format];
+        pass.scales += kRowsAtOnce * kRowNumbers;
     }
 }
 
-// Sums of one strip for the rows of one tile, before multiplier and bias: out[row][16].
 static void strip_tile(const Matrix& a, int strip, const Tiles& x, int tile_index, int rows,
                        float* out) {
-    const uint8_t* w = a.strips + static_cast<size_t>(strip) * a.strip_bytes();
-    const size_t bytes = a.strip_bytes();
-    const size_t at = static_cast<size_t>(tile_index) * a.groups * kTile;
-    const uint8_t* v = x.values + at * kRowBytes[a.format];
-    const float* scales = x.scales + at * kRowNumbers;
     switch (a.format) {
         case kInt8:
-        case kRotated:
-            return tile_rows<kInt8>(w, bytes, tile_index, v, scales, a.groups, rows, out);
-        case kInt16:
-            return tile_rows<kInt16>(w, bytes, tile_index, v, scales, a.groups, rows, out);
-        case kBf16:
-            return tile_rows<kBf16>(w, bytes, tile_index, v, scales, a.groups, rows, out);
-        default:
-            return tile_rows<kFp32>(w, bytes, tile_index, v, scales, a.groups, rows, out);
+        case kRotated: return tile_rows<kInt8>(a, strip, x, tile_index, rows, out);
+        case kInt16: return tile_rows<kInt16>(a, strip, x, tile_index, rows, out);
+        case kBf16: return tile_rows<kBf16>(a, strip, x, tile_index, rows, out);
+        default: return tile_rows<kFp32>(a, strip, x, tile_index, rows, out);
     }
 }
-
-FORCE int smaller(int a, int b) { return a < b ? a : b; }
 
 static void linear(const Matrix& a, int strip, const Tiles& x, int rows, float* y, size_t stride,
                    bool accumulate) {
@@ -188,9 +195,9 @@ static void linear(const Matrix& a, int strip, const Tiles& x, int rows, float* 
     const F bias = a.bias ? load(a.bias + strip * kStrip) : zero();
     const int width = smaller(kStrip, a.outputs - strip * kStrip);
     y += strip * kStrip;
-    for (int first = 0; first < rows; first += kTile) {
-        const int count = smaller(kTile, rows - first);
-        strip_tile(a, strip, x, first / kTile, count, out);
+    for (int first = 0; first < rows; first += x.tile) {
+        const int count = smaller(x.tile, rows - first);
+        strip_tile(a, strip, x, first / x.tile, count, out);
         for (int m = 0; m < count; ++m) {
             const F value = fma(load(out + 16 * m), multiplier, bias);
             float* to = y + static_cast<size_t>(first + m) * stride;
@@ -216,10 +223,10 @@ static void gate_up(const Matrix& a, int task, const Tiles& x, int rows, const T
                     Format out_format) {
     alignas(64) float sums[4][kTile * kStrip];
     const F multiplier = set1(a.multiplier);
-    for (int first = 0; first < rows; first += kTile) {
-        const int count = smaller(kTile, rows - first);
+    for (int first = 0; first < rows; first += x.tile) {
+        const int count = smaller(x.tile, rows - first);
         for (int strip = 0; strip < 4; ++strip) {
-            strip_tile(a, 4 * task + strip, x, first / kTile, count, sums[strip]);
+            strip_tile(a, 4 * task + strip, x, first / x.tile, count, sums[strip]);
         }
         for (int m = 0; m < count; ++m) {
             const F low_gate = mul(load(sums[0] + 16 * m), multiplier);

@@ -17,7 +17,8 @@ struct Slot {
 
 FORCE Slot slot_of(const Tiles& tiles, int row, int group, int row_bytes) {
     const size_t at =
-        (static_cast<size_t>(row / kTile) * tiles.groups + group) * kTile + row % kTile;
+        (static_cast<size_t>(row / tiles.tile) * tiles.groups + group) * tiles.tile +
+        row % tiles.tile;
     return {tiles.values + at * row_bytes, tiles.scales + at * kRowNumbers};
 }
 

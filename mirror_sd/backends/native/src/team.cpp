@@ -104,12 +104,9 @@ void Team::run(const std::function<void(int)>& work) {
     }
 }
 
-void Team::barrier() {
-    barrier([] {});
-}
-
-void Team::wait_for(uint32_t generation) {
+void Team::wait_for(uint32_t generation, Ahead ahead) {
     for (int spins = 0; generation_.load(std::memory_order_acquire) == generation; ++spins) {
+        if (ahead.fetch()) continue;
         if (spins < kPauses) pause(); else sched_yield();
     }
 }

@@ -11,6 +11,19 @@
 
 namespace mirror {
 
+// A stretch of memory that a thread will read soon, fetched into its cache line by line.
+struct Ahead {
+    const uint8_t* at = nullptr;
+    const uint8_t* end = nullptr;
+
+    bool fetch() {  // false when there is nothing left
+        if (at >= end) return false;
+        __builtin_prefetch(at, 0, 2);
+        at += 64;
+        return true;
+    }
+};
+
 // Threads 1..n-1 are ours, thread 0 is the caller of `run`. They spin briefly between runs, because
 // the next decode step comes within a fraction of a millisecond, then sleep.
 class Team {
@@ -27,11 +40,9 @@ public:
     // Calls work(thread) on every thread and returns when all are done. Not reentrant.
     void run(const std::function<void(int)>& work);
 
-    // Inside `run`: waits for all threads.
-    void barrier();
-
-    // Inside `run`: like `barrier`, but the last thread to arrive calls `work` before all go on.
-    template <typename Work> void barrier(const Work& work) {
+    // Inside `run`: waits for all threads; the last one to arrive calls `work` before all go on, and
+    // those that wait fetch what they will read next.
+    template <typename Work> void barrier(Ahead ahead, const Work& work) {
         if (threads_ == 1) {
             work();
             return;
@@ -43,12 +54,12 @@ public:
             generation_.store(generation + 1, std::memory_order_release);
             return;
         }
-        wait_for(generation);
+        wait_for(generation, ahead);
     }
 
 private:
     void serve(int thread, int core);
-    void wait_for(uint32_t generation);
+    void wait_for(uint32_t generation, Ahead ahead);
     bool await_run(uint32_t seen);
 
     const int threads_;
@@ -82,6 +93,12 @@ public:
             next_[i].value.store(static_cast<int>(static_cast<int64_t>(count) * i / threads),
                                  std::memory_order_relaxed);
         }
+    }
+
+    // First task of a thread's own range.
+    int begin_of(int thread) const {
+        return static_cast<int>(static_cast<int64_t>(count_) * thread /
+                                static_cast<int64_t>(next_.size()));
     }
 
     template <typename Work> void take(int thread, const Work& work) {

@@ -1,0 +1,149 @@
+"""The picture for the README: speed against the peers, and a forward against the memory floor."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from mirror_sd.errors import ConfigError, SetupError
+
+Report = Mapping[str, Any]
+OURS_COLOUR, PEER_COLOUR = "#c8553d", "#8d99ae"
+LINE_COLOURS = {"int8": "#c8553d", "bf16": "#2a6f97", "fp32": "#588157"}
+NAMES = {
+    "mirror-sd": "Mirror-SD",
+    "llamacpp": "llama.cpp",
+    "openvino": "OpenVINO GenAI",
+    "transformers": "transformers",
+}
+
+
+def draw(peers: Report, forward: Report, out: Path) -> None:
+    """Write the picture, a PNG, from the reports of `bench peers` and `bench forward`.
+
+    Raises `SetupError` where matplotlib is missing, `ConfigError` where a report lacks a part.
+    """
+    pyplot = _pyplot()
+    speeds = _part(peers, "speeds", "the report of bench peers")
+    rows = _part(forward, "rows", "the report of bench forward")
+    panels = _panels(speeds, peers)
+    figure, axes = pyplot.subplots(
+        1, len(panels) + 1, figsize=(4.6 * (len(panels) + 1), 4.8), layout="constrained"
+    )
+    own = sorted({name for metric in peers.get("ratios", {}).values() for name in metric})
+    for axis, (title, values) in zip(axes, panels, strict=False):
+        _bars(axis, title, values, own)
+    _floor(axes[-1], rows)
+    described = _part(peers, "machine", "the report of bench peers")
+    figure.suptitle(
+        f"{peers.get('model', 'model')} on {described['cpu']}, {peers.get('threads')} threads,"
+        f" {described['at'][:10]}"
+    )
+    figure.savefig(out, dpi=150)
+    pyplot.close(figure)
+
+
+def _pyplot() -> Any:
+    try:
+        matplotlib: Any = importlib.import_module("matplotlib")
+        matplotlib.use("Agg")
+        return importlib.import_module("matplotlib.pyplot")
+    except ImportError as error:
+        raise SetupError(
+            "drawing needs matplotlib, which is not installed: pip install 'mirror-sd[bench]'"
+        ) from error
+
+
+def _panels(
+    speeds: Mapping[str, Mapping[str, float]], peers: Report
+) -> list[tuple[str, Mapping[str, float]]]:
+    titles = {"one_stream": "One stream", "streams": f"{peers.get('streams')} streams"}
+    panels = [(title, speeds[metric]) for metric, title in titles.items() if speeds.get(metric)]
+    if not panels:
+        raise ConfigError("the report of bench peers has neither one stream nor several")
+    return panels
+
+
+def _part(report: Report, key: str, what: str) -> Any:
+    if not report.get(key):
+        raise ConfigError(f"{what} has no {key!r}")
+    return report[key]
+
+
+def label(engine: str) -> str:
+    """An engine's name as a person writes it: `llamacpp-q8_0-lookup` is llama.cpp Q8_0, lookup."""
+    family = next((known for known in NAMES if engine.startswith(known)), engine)
+    kind, *lookup = engine.removeprefix(family).strip("-").split("-lookup")
+    kind = kind.upper() if family == "llamacpp" else kind
+    text = " ".join(word for word in (NAMES.get(family, family), kind) if word)
+    return f"{text}, lookup" if lookup else text
+
+
+def _bars(axis: Any, title: str, values: Mapping[str, float], own: Sequence[str]) -> None:
+    ordered = sorted(values, key=lambda name: values[name])
+    colours = [OURS_COLOUR if name in own else PEER_COLOUR for name in ordered]
+    bars = axis.barh([label(name) for name in ordered], [values[n] for n in ordered], color=colours)
+    axis.bar_label(bars, fmt="%.0f", padding=3)
+    axis.margins(x=0.15)
+    axis.set_title(title)
+    axis.set_xlabel("tokens per second")
+    _tidy(axis)
+
+
+def _floor(axis: Any, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Forward time over the tokens that it verifies, at the shortest context of the report."""
+    context = min(row["context"] for row in rows)
+    for precision in sorted({row["precision"] for row in rows}):
+        line = sorted(
+            (row["tokens"], row["ms"], row["floor_ms"])
+            for row in rows
+            if row["precision"] == precision and row["context"] == context
+        )
+        tokens, ms, floor = zip(*line, strict=True)
+        colour = LINE_COLOURS.get(precision)
+        (drawn,) = axis.plot(tokens, ms, marker="o", color=colour, label=precision)
+        axis.plot(
+            tokens, floor, "--", color=drawn.get_color(), label=f"{precision}, reading memory once"
+        )
+    counts = sorted({row["tokens"] for row in rows})
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(counts, [str(count) for count in counts])
+    axis.minorticks_off()
+    axis.set_ylim(bottom=0)
+    axis.set_title(f"A forward against the memory floor, context {context}")
+    axis.set_xlabel("tokens verified in one forward")
+    axis.set_ylabel("milliseconds")
+    axis.legend(frameon=False)
+    _tidy(axis)
+
+
+def _tidy(axis: Any) -> None:
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def read(path: Path) -> Report:
+    """A report that a bench printed with `--json`. Raises `ConfigError`."""
+    try:
+        report = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read the report {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is not the JSON of a report: {error}") from error
+    if not isinstance(report, dict):
+        raise ConfigError(f"{path} is not the JSON of a report")
+    return report
+
+
+def command(
+    peers: Annotated[Path, typer.Option(help="What `bench peers --json` printed.")],
+    forward: Annotated[Path, typer.Option(help="What `bench forward --json` printed.")],
+    out: Annotated[Path, typer.Option(help="The PNG to write.")] = Path("docs/benchmark.png"),
+) -> None:
+    """Draw two reports as one picture: speed against peers, forward time against the floor."""
+    draw(read(peers), read(forward), out)
+    typer.echo(f"wrote {out}", err=True)
