@@ -48,16 +48,33 @@ struct Lanes {
     int low, high;
 };
 
+// The keys of a segment's chunks; found once, since their divisions cost as much as a chunk's scores.
+struct Keys {
+    int first[kChunksPerSegment];  // position of lane 0
+    int count[kChunksPerSegment];  // lanes in use
+};
+
+FORCE void find_keys(const AttentionTile& t, int begin, int end, Keys* keys) {
+    for (int chunk = begin; chunk < end; ++chunk) {
+        const int at = chunk % kChunksPerSegment;
+        const int left = t.block_size - chunk % t.chunks_per_block * kKeysPerChunk;
+        keys->first[at] = first_key(t, chunk);
+        keys->count[at] = left < kKeysPerChunk ? left : kKeysPerChunk;
+    }
+}
+
 // Which lanes of a chunk the query at `position` sees.
-FORCE Lanes visible(const AttentionTile& t, int chunk, int position) {
-    const int first = first_key(t, chunk);
-    const int in_block = t.block_size - chunk % t.chunks_per_block * kKeysPerChunk;
-    const int count = in_block < kKeysPerChunk ? in_block : kKeysPerChunk;
-    int high = position + 1 - first;
-    high = high < 0 ? 0 : high > count ? count : high;
-    int low = t.window > 0 ? position + 1 - t.window - first : 0;
+FORCE Lanes visible(const Keys& keys, int at, int window, int position) {
+    int high = position + 1 - keys.first[at];
+    high = high < 0 ? 0 : high > keys.count[at] ? keys.count[at] : high;
+    int low = window > 0 ? position + 1 - window - keys.first[at] : 0;
     low = low < 0 ? 0 : low > high ? high : low;
     return {low, high};
+}
+
+FORCE F keep_visible(F x, Lanes lanes, F fill) {
+    if (lanes.low == 0 && lanes.high == kKeysPerChunk) return x;
+    return keep(x, lanes.low, lanes.high, fill);
 }
 
 template <bool fp32> FORCE F dot_unit(F acc, const void* line, int32_t value) {
@@ -65,13 +82,10 @@ template <bool fp32> FORCE F dot_unit(F acc, const void* line, int32_t value) {
 }
 
 template <bool fp32, int queries>
-static void chunk_scores(const uint8_t* keys, const int32_t* q, int units, const uint8_t* next,
-                         float* out) {
+static void chunk_scores(const uint8_t* keys, const int32_t* q, int units, float* out) {
     F sum[queries];
     for (int i = 0; i < queries; ++i) sum[i] = zero();
     for (int unit = 0; unit < units; ++unit) {
-        prefetch2(next + 64 * unit);
-        prefetch2(next + 64 * (units + unit));
 #pragma GCC unroll 8
         for (int i = 0; i < queries; ++i) {
             sum[i] = dot_unit<fp32>(sum[i], keys + 64 * unit, q[8 * unit + i]);
@@ -81,43 +95,43 @@ static void chunk_scores(const uint8_t* keys, const int32_t* q, int units, const
 }
 
 template <bool fp32>
-FORCE void scores_of(const uint8_t* keys, const int32_t* q, int units, const uint8_t* next,
-                     int queries, float* out) {
+FORCE void scores_of(const uint8_t* keys, const int32_t* q, int units, int queries, float* out) {
     for (; queries > 0; queries -= kQueriesAtOnce) {
         switch (queries) {
-            case 1: return chunk_scores<fp32, 1>(keys, q, units, next, out);
-            case 2: return chunk_scores<fp32, 2>(keys, q, units, next, out);
-            case 3: return chunk_scores<fp32, 3>(keys, q, units, next, out);
+            case 1: return chunk_scores<fp32, 1>(keys, q, units, out);
+            case 2: return chunk_scores<fp32, 2>(keys, q, units, out);
+            case 3: return chunk_scores<fp32, 3>(keys, q, units, out);
 #if MIRROR_SET >= 2
-            case 4: return chunk_scores<fp32, 4>(keys, q, units, next, out);
-            case 5: return chunk_scores<fp32, 5>(keys, q, units, next, out);
-            case 6: return chunk_scores<fp32, 6>(keys, q, units, next, out);
-            case 7: return chunk_scores<fp32, 7>(keys, q, units, next, out);
+            case 4: return chunk_scores<fp32, 4>(keys, q, units, out);
+            case 5: return chunk_scores<fp32, 5>(keys, q, units, out);
+            case 6: return chunk_scores<fp32, 6>(keys, q, units, out);
+            case 7: return chunk_scores<fp32, 7>(keys, q, units, out);
 #endif
-            default: chunk_scores<fp32, kQueriesAtOnce>(keys, q, units, next, out);
+            default: chunk_scores<fp32, kQueriesAtOnce>(keys, q, units, out);
         }
         q += kQueriesAtOnce;
         out += kQueriesAtOnce * kKeysPerSegment;
     }
 }
 
-// Softmax numerators of one query in place of its scores; returns their sum.
+// Softmax numerators of one query's scores; returns their sum.
 template <bool fp32>
-FORCE float exponentials(const AttentionTile& t, int begin, int end, int position, float maximum,
-                         const float* scores, uint8_t* weights) {
+FORCE float exponentials(const Keys& keys, int begin, int end, int window, int position,
+                         float maximum, const float* scores, uint8_t* weights) {
     F sum = zero();
+    const F top = set1(maximum);
     for (int chunk = begin; chunk < end; ++chunk) {
-        const int at = chunk % kChunksPerSegment * kKeysPerChunk;
-        const Lanes lanes = visible(t, chunk, position);
+        const int at = chunk % kChunksPerSegment;
+        const Lanes lanes = visible(keys, at, window, position);
         F p = zero();
         if (lanes.low < lanes.high) {
-            p = keep(exp2(sub(load(scores + at), set1(maximum))), lanes.low, lanes.high, zero());
+            p = keep_visible(exp2(sub(load(scores + at * kKeysPerChunk), top)), lanes, zero());
         }
         if (fp32) {
-            store(reinterpret_cast<float*>(weights) + at, p);
+            store(reinterpret_cast<float*>(weights) + at * kKeysPerChunk, p);
         } else {
             const I rounded = to_bf16(p);
-            store_low16(reinterpret_cast<uint16_t*>(weights) + at, rounded);
+            store_low16(reinterpret_cast<uint16_t*>(weights) + at * kKeysPerChunk, rounded);
             p = floats(shift_left<16>(rounded));
         }
         sum = add(sum, p);
@@ -220,30 +234,39 @@ FORCE void segment(const AttentionTile& t, int index, Scratch& scratch) {
         const int first = chunk_of(t, t.first_position + 1 - t.window);
         if (begin < first) begin = first;
     }
+    Keys keys;
+    find_keys(t, begin, end, &keys);
     alignas(64) float maxima[kMaxQueries * 16];
     for (int q = 0; q < t.queries; ++q) store(maxima + 16 * q, set1(kMinusInfinity));
     for (int chunk = begin; chunk < end; ++chunk) {
-        const uint8_t* keys = chunk_at(t, chunk);
-        const uint8_t* next = chunk_at(t, chunk + kChunksAhead < end ? chunk + kChunksAhead : chunk);
-        float* out = scratch.scores + chunk % kChunksPerSegment * kKeysPerChunk;
-        for (int q = 0; q < t.queries; q += 8) {
-            scores_of<fp32>(keys, scratch.queries + static_cast<size_t>(q) * t.units, t.units, next,
-                            t.queries - q < 8 ? t.queries - q : 8, out + q * kKeysPerSegment);
+        const int at = chunk % kChunksPerSegment;
+        if (chunk + kChunksAhead < end && t.queries <= 8) {
+            const uint8_t* ahead = chunk_at(t, chunk + kChunksAhead);
+            for (int line = 0; line < 2 * t.units; ++line) prefetch2(ahead + 64 * line);
         }
-        for (int q = 0; q < t.queries; ++q) {
-            const Lanes lanes = visible(t, chunk, t.first_position + q / t.heads);
-            float* at = out + q * kKeysPerSegment;
-            const F score = keep(mul(load(at), set1(t.scale)), lanes.low, lanes.high,
-                                 set1(kMinusInfinity));
-            store(at, score);
-            store(maxima + 16 * q, max(load(maxima + 16 * q), score));
+        float* out = scratch.scores + at * kKeysPerChunk;
+        for (int q = 0; q < t.queries; q += 8) {
+            scores_of<fp32>(chunk_at(t, chunk), scratch.queries + static_cast<size_t>(q) * t.units,
+                            t.units, t.queries - q < 8 ? t.queries - q : 8,
+                            out + q * kKeysPerSegment);
+        }
+        for (int row = 0, q = 0; row <= last_row; ++row) {
+            const Lanes lanes = visible(keys, at, t.window, t.first_position + row);
+            for (int head = 0; head < t.heads; ++head, ++q) {
+                float* to = out + q * kKeysPerSegment;
+                const F score = keep_visible(mul(load(to), set1(t.scale)), lanes,
+                                             set1(kMinusInfinity));
+                store(to, score);
+                store(maxima + 16 * q, max(load(maxima + 16 * q), score));
+            }
         }
     }
     constexpr size_t row = static_cast<size_t>(kKeysPerSegment) * (fp32 ? 4 : 2);
     for (int q = 0; q < t.queries; ++q) {
         const float maximum = reduce_max(load(maxima + 16 * q));
         scratch.maximum[q] = maximum;
-        scratch.sum[q] = exponentials<fp32>(t, begin, end, t.first_position + q / t.heads, maximum,
+        scratch.sum[q] = exponentials<fp32>(keys, begin, end, t.window,
+                                            t.first_position + q / t.heads, maximum,
                                             scratch.scores + q * kKeysPerSegment,
                                             scratch.weights + row * q);
     }

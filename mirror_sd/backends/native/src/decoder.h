@@ -73,6 +73,8 @@ private:
     void check(const Batch& batch) const;
     void plan(const Batch& batch);
     void set_tiles(const Batch& batch);
+    static void fetch_lines(const void* from, size_t bytes);
+    void fetch_inputs(const Tiles& x, Format format, int rows) const;
     void reserve(int tokens);
     void run(int thread, const Batch& batch, float* logits);
     template <typename Work>
