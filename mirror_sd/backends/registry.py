@@ -77,7 +77,11 @@ def _native(files: ModelFiles, setting: Setting) -> Backend:
     except UnsupportedModel as error:
         return _unsupported(error, files, setting)
     threads = setting.threads or len(os.sched_getaffinity(0))
-    return NativeBackend(lowered, threads=threads, isa=isa, source=files.path)
+    try:
+        return NativeBackend(lowered, threads=threads, isa=isa, source=files.path)
+    except UnsupportedModel as error:
+        log.warning("%s; torch serves instead, slower", error.message)
+        return _torch(files, setting)
 
 
 def _prepare_torch(device: str, threads: int | None) -> None:

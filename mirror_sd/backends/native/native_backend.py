@@ -12,13 +12,15 @@ import numpy as np
 from mirror_sd import _native
 from mirror_sd.backends.native import lowering, packed_file
 from mirror_sd.backends.protocol import Capabilities, Float32, RaggedBatch
-from mirror_sd.errors import ConfigError
+from mirror_sd.errors import ConfigError, UnsupportedModel
 from mirror_sd.uir.program import Program
 from mirror_sd.uir.rope import inverse_frequencies
 
 log = logging.getLogger(__name__)
 
 ISA_VARIABLE = "MIRROR_SD_ISA"
+# Of the attention kernels: queries of one tile (src/kernels.h), and a head's width.
+_MOST_SHARED, _WIDEST_HEAD = 32, 512
 
 
 def chosen_isa(environ: Mapping[str, str] = os.environ) -> str:
@@ -39,7 +41,8 @@ def chosen_isa(environ: Mapping[str, str] = os.environ) -> str:
 class NativeBackend:
     """Raises `ValueError` on a bad batch and leaves the cache as it was.
 
-    source: the model file or directory, to name its packed weights on disk; None packs them in
+    The constructor raises `UnsupportedModel` for heads beyond the kernels' limits. source: the
+    model file or directory, to name its packed weights on disk; None packs them in
     memory. isa: one of `_native.available_isas()`.
     """
 
@@ -90,6 +93,15 @@ class NativeBackend:
 
 def _make_decoder(program: Program, threads: int, isa: str) -> _native.Decoder:
     spec = program.spec
+    shared = spec.num_heads // spec.num_kv_heads
+    if shared > _MOST_SHARED:
+        raise UnsupportedModel(
+            f"{shared} query heads share a KV head; the native engine takes {_MOST_SHARED}"
+        )
+    if spec.head_dim > _WIDEST_HEAD:
+        raise UnsupportedModel(
+            f"attention heads of {spec.head_dim}; the native engine takes {_WIDEST_HEAD}"
+        )
     frequencies, scale = inverse_frequencies(spec)
     return _native.Decoder(
         vocab_size=spec.vocab_size,

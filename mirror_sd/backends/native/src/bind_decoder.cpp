@@ -55,6 +55,7 @@ public:
             throw std::invalid_argument(role + ": " + std::to_string(data.shape(0)) +
                                         " packed bytes, expected " + std::to_string(needed));
         }
+        sealed_ = false;
         mirror::Matrix& to = matrix(role, layer);
         to.strips = data.data();
         to.outputs = outputs;
@@ -66,6 +67,7 @@ public:
     }
 
     void set_vector(const std::string& role, int layer, Floats data) {
+        sealed_ = false;
         std::vector<float> values(data.data(), data.data() + data.shape(0));
         const bool bias = role == "qkv_bias" || role == "output_bias";
         const size_t multiple = bias ? mirror::kStrip : mirror::kGroup;
@@ -98,11 +100,14 @@ public:
     }
 
     size_t kv_bytes_per_block(int block_size) const {
-        if (block_size < 1) throw std::invalid_argument("a block must hold at least one token");
+        check_block_size(block_size);
         return decoder_.kv_bytes_per_block(block_size);
     }
 
-    void allocate_kv(int blocks, int block_size) { decoder_.allocate_kv(blocks, block_size); }
+    void allocate_kv(int blocks, int block_size) {
+        check_block_size(block_size);
+        decoder_.allocate_kv(blocks, block_size);
+    }
 
     void forward(Ints token_ids, Ints positions, Ints offsets, nb::tuple tables, Ints logit_rows,
                  Rows logits) {
@@ -126,11 +131,13 @@ public:
         if (logits.shape(0) < logit_rows.shape(0) || logits.shape(1) != vocab) {
             throw std::invalid_argument("logits has the wrong shape");
         }
-        std::vector<Ints> kept;  // a table of another layout is copied, so hold on to the copies
-        for (nb::handle table : tables) {
-            kept.push_back(nb::cast<Ints>(table));
-            batch.tables.push_back(kept.back().data());
-            batch.table_lengths.push_back(length(kept.back(), "block table"));
+        for (nb::handle item : tables) {  // the tuple keeps them alive
+            Ints table;
+            if (!nb::try_cast(item, table, false)) {
+                throw nb::type_error("a block table is not a contiguous int32 array");
+            }
+            batch.tables.push_back(table.data());
+            batch.table_lengths.push_back(length(table, "block table"));
         }
         {
             const nb::gil_scoped_release released;
@@ -142,6 +149,13 @@ public:
     int threads() const { return decoder_.threads(); }
 
 private:
+    static void check_block_size(int block_size) {
+        if (block_size < 1 || block_size > 1 << 16) {
+            throw std::invalid_argument("a block of " + std::to_string(block_size) +
+                                        " tokens; it must hold 1 to 65536");
+        }
+    }
+
     static int length(const Ints& values, const char* what) {
         if (values.shape(0) > 1u << 24) {
             throw std::invalid_argument(std::string(what) + " is too long");
@@ -184,6 +198,9 @@ mirror::Spec make_spec(int vocab_size, int hidden_size, int intermediate_size, i
             throw std::invalid_argument("a dimension of " + std::to_string(size) +
                                         " is outside 1..2^24");
         }
+    }
+    if (static_cast<int64_t>(heads) * head_dim > 1 << 24) {
+        throw std::invalid_argument("the heads together are wider than 2^24");
     }
     if (heads % kv_heads != 0 || head_dim % 2 != 0 || head_dim > 512) {
         throw std::invalid_argument("heads must divide evenly over KV heads, and the head dimension "
@@ -289,19 +306,20 @@ void bind_decoder(nb::module_& m) {
              nb::kw_only(), nb::arg("vocab_size"), nb::arg("hidden_size"),
              nb::arg("intermediate_size"), nb::arg("layers"), nb::arg("heads"),
              nb::arg("kv_heads"), nb::arg("head_dim"), nb::arg("max_context"), nb::arg("rms_eps"),
-             nb::arg("rope_scale"), nb::arg("frequencies"), nb::arg("windows"),
+             nb::arg("rope_scale"), nb::arg("frequencies").noconvert(), nb::arg("windows"),
              nb::arg("fp32_cache"), nb::arg("isa"), nb::arg("threads"), nb::arg("cores"))
         .def("set_matrix", &NativeDecoder::set_matrix, nb::arg("role"), nb::arg("layer"),
              nb::arg("data").noconvert(), nb::arg("outputs"), nb::arg("inputs"),
              nb::arg("multiplier"), nb::arg("format"))
         .def("set_vector", &NativeDecoder::set_vector, nb::arg("role"), nb::arg("layer"),
-             nb::arg("data"))
+             nb::arg("data").noconvert())
         .def("seal", &NativeDecoder::seal)
         .def("kv_bytes_per_block", &NativeDecoder::kv_bytes_per_block, nb::arg("block_size"))
         .def("allocate_kv", &NativeDecoder::allocate_kv, nb::arg("num_blocks"),
              nb::arg("block_size"))
-        .def("forward", &NativeDecoder::forward, nb::arg("token_ids"), nb::arg("positions"),
-             nb::arg("sequence_offsets"), nb::arg("block_tables"), nb::arg("logit_rows"),
+        .def("forward", &NativeDecoder::forward, nb::arg("token_ids").noconvert(),
+             nb::arg("positions").noconvert(), nb::arg("sequence_offsets").noconvert(),
+             nb::arg("block_tables"), nb::arg("logit_rows").noconvert(),
              nb::arg("logits").noconvert())
         .def_prop_ro("isa", &NativeDecoder::isa)
         .def_prop_ro("threads", &NativeDecoder::threads);

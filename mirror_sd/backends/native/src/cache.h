@@ -52,8 +52,8 @@ static void store_kv_fp32(const float* key, const float* value, int dim, int pad
     }
 }
 
-static void store_kv(const float* key, const float* value, int dim, int padded_dim, int lane,
-                     bool alone, bool fp32, uint8_t* chunk) {
+FORCE void store_finite_kv(const float* key, const float* value, int dim, int padded_dim, int lane,
+                           bool alone, bool fp32, uint8_t* chunk) {
     if (fp32) return store_kv_fp32(key, value, dim, padded_dim, lane, chunk);
     alignas(64) uint16_t halves[512];
     store_bf16_row(key, dim, halves);
@@ -64,12 +64,32 @@ static void store_kv(const float* key, const float* value, int dim, int padded_d
                        static_cast<size_t>(lane / 2) * padded_dim * 2;
     store_bf16_row(value, dim, halves);
     if (lane % 2 == 0 && alone) {
-        // With the pair's other key zero: it will be read with weight zero, and what an earlier user
-        // of the block left there may be a NaN.
+        // Whole words can be written as vectors.
         int32_t* pairs = reinterpret_cast<int32_t*>(values);
         for (int i = 0; i < dim; ++i) pairs[i] = halves[i];
         return;
     }
     values += lane % 2;
     for (int i = 0; i < dim; ++i) values[2 * i] = halves[i];
+}
+
+// In bf16 as well.
+FORCE bool all_finite(const float* x, int count) {
+    uint32_t wrong = 0;
+    for (int i = 0; i < count; ++i) wrong |= (static_cast<uint32_t>(load32(x + i)) << 1) >= 0xfeff0000u;
+    return wrong == 0;
+}
+
+// A value that a query does not see is read with weight zero, be it of a later row or what an earlier
+// user of the block left; only finite ones then add nothing. So a value that is not finite is stored
+// as zero with a key of NaN: the queries that do see it have a score of NaN.
+static void store_kv(const float* key, const float* value, int dim, int padded_dim, int lane,
+                     bool alone, bool fp32, uint8_t* chunk) {
+    if (all_finite(value, dim)) {
+        store_finite_kv(key, value, dim, padded_dim, lane, alone, fp32, chunk);
+        return;
+    }
+    float nan_key[512], zeros[512] = {};
+    for (int i = 0; i < dim; ++i) nan_key[i] = __builtin_nanf("");
+    store_finite_kv(nan_key, zeros, dim, padded_dim, lane, alone, fp32, chunk);
 }

@@ -161,10 +161,15 @@ void Decoder::allocate_kv(int blocks, int block_size) {
         fail("cannot allocate " + std::to_string(blocks) + " blocks of " +
              std::to_string(block_size) + " tokens");
     }
+    const size_t per_block = kv_bytes_per_block(block_size);
+    size_t bytes;
+    if (__builtin_mul_overflow(per_block, static_cast<size_t>(blocks), &bytes) ||
+        bytes > SIZE_MAX / 2) {
+        throw std::bad_alloc();
+    }
+    cache_ = map_zeroed(bytes);  // may throw: the sizes follow only then
+    block_bytes_ = per_block / static_cast<size_t>(spec_.layers);
     chunks_per_block_ = round_up(block_size, kKeysPerChunk) / kKeysPerChunk;
-    block_bytes_ = kv_bytes_per_block(block_size) / static_cast<size_t>(spec_.layers);
-    cache_bytes_ = block_bytes_ * static_cast<size_t>(blocks) * static_cast<size_t>(spec_.layers);
-    cache_ = map_zeroed(cache_bytes_);
     blocks_ = blocks;
     block_size_ = block_size;
 }
@@ -210,6 +215,7 @@ void Decoder::reserve(int tokens) {
     Memory& m = *memory_;
     const int rows = round_up(tokens, kTile);
     if (rows <= m.tokens) return;
+    m.tokens = 0;  // until all of it is there: an allocation may fail half-way
     const size_t count = static_cast<size_t>(rows);
     m.x.resize(count * hidden_);
     m.qkv.resize(count * qkv_stride_);

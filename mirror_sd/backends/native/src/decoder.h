@@ -106,7 +106,6 @@ private:
     int blocks_ = 0, block_size_ = 0, chunks_per_block_ = 0;
     size_t block_bytes_ = 0;
     std::shared_ptr<uint8_t> cache_;
-    size_t cache_bytes_ = 0;
 
     std::shared_ptr<Memory> memory_;
     std::deque<Ranges> phases_;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -124,6 +125,12 @@ void pack_u8(const float* group, size_t count, float inverse, bool rotated, int 
              uint8_t* out) {
     float w[kGroup] = {};
     for (size_t i = 0; i < count; ++i) w[i] = group[i] * inverse;
+    if (!std::all_of(w, w + kGroup, [](float x) { return std::isfinite(x); })) {
+        // No codes for these: the scale makes NaN of all the group.
+        const uint16_t nan = to_half(std::nanf(""));
+        std::memcpy(out + 512 + 2 * lane, &nan, 2);
+        return;
+    }
     const Group code = rotated ? quantise_rotated(w) : quantise(w);
     for (int i = 0; i < kGroup; ++i) out[i / 4 * 64 + lane * 4 + i % 4] = code.values[i];
     std::memcpy(out + 512 + 2 * lane, &code.scale, 2);
@@ -198,10 +205,17 @@ float pack(Format format, const float* weights, int outputs, int inputs, int thr
         }
     };
     std::vector<std::thread> team;
-    for (int i = 1; i < threads; ++i) {
-        team.emplace_back(work, strips * i / threads, strips * (i + 1) / threads);
+    int shared = 0;  // strips that are another thread's, from the first on
+    try {
+        for (int i = 1; i < threads; ++i) {
+            const int end = static_cast<int>(static_cast<int64_t>(strips) * i / threads);
+            team.emplace_back(work, shared, end);
+            shared = end;
+        }
+    } catch (const std::system_error&) {
+        // No more threads to be had; what they would have done is left to this one.
     }
-    work(0, strips / std::max(threads, 1));
+    work(shared, strips);
     for (auto& thread : team) thread.join();
     return multiplier;
 }

@@ -1,9 +1,11 @@
 #include "team.h"
 
 #include <chrono>
+#include <stdexcept>
 
 #include <pthread.h>
 #include <sched.h>
+#include <unistd.h>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -68,19 +70,37 @@ std::vector<int> usable_cores(int threads) {
 }
 
 Team::Team(int threads, const std::vector<int>& cores)
-    : threads_(threads), caller_core_(cores.empty() ? -1 : cores.front()) {
-    for (int i = 1; i < threads; ++i) {
-        const int core = static_cast<size_t>(i) < cores.size() ? cores[static_cast<size_t>(i)] : -1;
-        workers_.emplace_back([this, i, core] { serve(i, core); });
+    : threads_(threads),
+      caller_core_(cores.empty() ? -1 : cores.front()),
+      process_(static_cast<int>(getpid())) {
+    try {
+        for (int i = 1; i < threads; ++i) {
+            const size_t at = static_cast<size_t>(i);
+            const int core = at < cores.size() ? cores[at] : -1;
+            workers_.emplace_back([this, i, core] { serve(i, core); });
+        }
+    } catch (...) {  // no more threads to be had
+        stop();
+        throw;
     }
 }
 
 Team::~Team() {
+    if (process_ == static_cast<int>(getpid())) {
+        stop();
+        return;
+    }
+    // A forked process has no threads to join, and destroying a condition waits for its waiters.
+    for (auto& worker : workers_) worker.detach();
+    (void)sleep_.release();
+}
+
+void Team::stop() {
     stop_.store(true);
     epoch_.fetch_add(1);
     {
-        const std::lock_guard<std::mutex> lock(mutex_);
-        wake_.notify_all();
+        const std::lock_guard<std::mutex> lock(sleep_->mutex);
+        sleep_->wake.notify_all();
     }
     for (auto& worker : workers_) worker.join();
 }
@@ -90,13 +110,16 @@ void Team::run(const std::function<void(int)>& work) {
         work(0);
         return;
     }
+    if (process_ != static_cast<int>(getpid())) {
+        throw std::runtime_error("a fork has no threads: make the decoder in the process that uses it");
+    }
     const PinnedFor pinned(caller_core_);
     work_ = &work;
     finished_.store(0, std::memory_order_relaxed);
     epoch_.fetch_add(1);
     if (sleeping_.load() > 0) {
-        const std::lock_guard<std::mutex> lock(mutex_);
-        wake_.notify_all();
+        const std::lock_guard<std::mutex> lock(sleep_->mutex);
+        sleep_->wake.notify_all();
     }
     work(0);
     for (int spins = 0; finished_.load(std::memory_order_acquire) < threads_ - 1; ++spins) {
@@ -120,9 +143,9 @@ bool Team::await_run(uint32_t seen) {
         }
         sched_yield();
         if (spins % 16 == 0 && std::chrono::steady_clock::now() > asleep_at) {
-            std::unique_lock<std::mutex> lock(mutex_);
+            std::unique_lock<std::mutex> lock(sleep_->mutex);
             sleeping_.fetch_add(1);
-            wake_.wait(lock, [this, seen] { return epoch_.load() != seen; });
+            sleep_->wake.wait(lock, [this, seen] { return epoch_.load() != seen; });
             sleeping_.fetch_sub(1);
         }
     }

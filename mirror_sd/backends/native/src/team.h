@@ -5,6 +5,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -37,7 +38,8 @@ public:
 
     int size() const { return threads_; }
 
-    // Calls work(thread) on every thread and returns when all are done. Not reentrant.
+    // Calls work(thread) on every thread and returns when all are done. Not reentrant. Throws
+    // std::runtime_error in a process forked from the one that made the team: it has no threads.
     void run(const std::function<void(int)>& work);
 
     // Inside `run`: waits for all threads; the last one to arrive calls `work` before all go on, and
@@ -58,12 +60,19 @@ public:
     }
 
 private:
+    struct Sleep {
+        std::mutex mutex;
+        std::condition_variable wake;
+    };
+
+    void stop();
     void serve(int thread, int core);
     void wait_for(uint32_t generation, Ahead ahead);
     bool await_run(uint32_t seen);
 
     const int threads_;
     const int caller_core_;
+    const int process_;
     alignas(64) std::atomic<int> arrived_{0};
     alignas(64) std::atomic<uint32_t> generation_{0};
     alignas(64) std::atomic<uint32_t> epoch_{0};
@@ -71,8 +80,7 @@ private:
     std::atomic<int> sleeping_{0};
     std::atomic<bool> stop_{false};
     const std::function<void(int)>* work_ = nullptr;
-    std::mutex mutex_;
-    std::condition_variable wake_;
+    std::unique_ptr<Sleep> sleep_ = std::make_unique<Sleep>();
     std::vector<std::thread> workers_;
 };
 
