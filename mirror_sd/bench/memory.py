@@ -20,14 +20,15 @@ from mirror_sd.bench import machine
 from mirror_sd.bench.options import AsJson, Overrides, Threads, show, thread_count
 from mirror_sd.bench.peer_drivers.session import peak_rss_mb, serve
 from mirror_sd.bench.peer_process import PeerProcess
-from mirror_sd.config import Config
 from mirror_sd.engine import Engine
 from mirror_sd.errors import ConfigError, InternalError
-from mirror_sd.messages import Failed, SamplingParams, Submit
+from mirror_sd.messages import Chunk, Failed, SamplingParams, Submit
 
 FACTOR, ALLOWANCE_MB = 1.3, 150
 # New tokens of each stream; the rest of its length is prompt.
 ANSWER_TOKENS = 32
+# KV blocks that the streams may take beyond their length, as a factor.
+SLACK = 1.25
 MB = 2**20
 
 
@@ -53,12 +54,14 @@ def fill(
     blocks = streams * -(-length // size)
     kv_mb = blocks * backend.kv_bytes_per_block(size) / MB
     loaded_mb = peak_rss_mb()
-    most = _grow(engine, config, streams, length)
-    if most < streams * (length // size):
+    if engine.slots < streams or engine.stats().kv_blocks_free < SLACK * blocks:
         raise ConfigError(
-            f"{streams} streams of {length} tokens were never there at once: at most {most} of"
-            f" {blocks} KV blocks were in use; raise engine.kv_cache_mb or the batch size"
+            f"{streams} streams of {length} tokens need {streams} slots and {SLACK * blocks:.0f} KV"
+            f" blocks, there are {engine.slots} and {engine.stats().kv_blocks_free}: raise"
+            " scheduler.max_batch_size or engine.kv_cache_mb"
         )
+    _grow(engine, streams, length)
+    _verify_drafts(engine, streams)
     peak = peak_rss_mb()
     limit = limit_mb(weights_mb, kv_mb)
     return {
@@ -82,30 +85,42 @@ def _weight_bytes(backend: Backend) -> int:
     return size
 
 
-def _grow(engine: Engine, config: Config, streams: int, length: int) -> int:
-    """Run the streams to their end; the most KV blocks that were in use between two steps."""
-    answer = min(ANSWER_TOKENS, length - 1)
+def _grow(engine: Engine, streams: int, length: int) -> None:
+    """Run the streams until each has `length` tokens or more, none preempted.
+
+    Prompts are read one after another, so the first streams have answered for longer then.
+    """
+    answer = min(ANSWER_TOKENS, length // 2)
     vocab = engine.capabilities.vocab_size
     for stream in range(streams):
         # No two alike from the first token on, so that they share no blocks.
-        prompt = tuple((7919 * (stream + 1) + 31 * i) % vocab for i in range(length - answer))
-        engine.add(
-            Submit(
-                request_id=str(stream),
-                model=engine.model_name,
-                prompt=prompt,
-                params=SamplingParams(max_tokens=answer, seed=0, temperature=0.0),
-            )
-        )
-    most = 0
-    while engine.has_work:
+        prompt = [(7919 * (stream + 1) + 31 * i) % vocab for i in range(length - answer)]
+        _submit(engine, f"grow-{stream}", prompt, engine.max_context - len(prompt), False)
+    lengths = dict.fromkeys((f"grow-{stream}" for stream in range(streams)), length - answer)
+    while engine.has_work and min(lengths.values()) < length:
         for output in engine.step():
             if isinstance(output, Failed):
-                raise InternalError(f"stream {output.request_id}: {output.message}")
-        stats = engine.stats()
-        if stats.running == streams:
-            most = max(most, stats.kv_blocks_used)
-    return most
+                raise InternalError(f"{output.request_id}: {output.message}")
+            if isinstance(output, Chunk):
+                lengths[output.request_id] += len(output.tokens)
+    engine.abort_all()
+
+
+def _verify_drafts(engine: Engine, streams: int) -> None:
+    """The rows of many drafts in one forward take memory too: texts that repeat are drafted."""
+    for stream in range(streams):
+        _submit(engine, f"draft-{stream}", [100 + stream, 7, 8, 9] * 16, 2 * ANSWER_TOKENS, True)
+    while engine.has_work:
+        engine.step()
+
+
+def _submit(
+    engine: Engine, request_id: str, prompt: Sequence[int], max_tokens: int, speculation: bool
+) -> None:
+    params = SamplingParams(max_tokens=max_tokens, seed=0, temperature=0.0, speculation=speculation)
+    engine.add(
+        Submit(request_id=request_id, model=engine.model_name, prompt=tuple(prompt), params=params)
+    )
 
 
 def command(
