@@ -32,7 +32,7 @@ def peers(
     peers_python: Annotated[
         Path, typer.Option(help="Interpreter of an environment with the peers; default: this one.")
     ] = Path(sys.executable),
-    only: Annotated[str, typer.Option(help="Comma list of peers; default: all.")] = "",
+    only: Annotated[str, typer.Option("--peers", help="Comma list of peers; default: all.")] = "",
     precision: Annotated[str, typer.Option(help="Comma list of our precisions.")] = "int8,bf16",
     drafters: Annotated[str, typer.Option(help="Comma list of off, lookup.")] = "off,lookup",
     concurrency: Annotated[
