@@ -63,6 +63,15 @@ public:
     // The lowest index of the maximum, which is finite.
     int64_t best() const { return best_; }
 
+    // The best by score, where unequal logits may have equal scores.
+    Candidate best_candidate(Scale scale) const {
+        const Candidate best = candidate(scale, best_);
+        if (scale.divisor < 1e100) return best;  // no quotient is rounded to 0
+        int64_t token = 0;
+        while (score_of(scale, logits_[token]) != best.score) ++token;
+        return {best.score, token};
+    }
+
     Candidate candidate(Scale scale, int64_t token) const {
         return {score_of(scale, logits_[token]), token};
     }
@@ -197,7 +206,7 @@ Candidate last_of_nucleus(std::vector<Candidate> candidates, const std::vector<d
 
 // The worst token that top-k and top-p leave.
 Candidate cutoff(const Row& row, Scale scale, int64_t top_k, double top_p) {
-    const double peak = row.candidate(scale, row.best()).score;
+    const double peak = row.best_candidate(scale).score;
     if (top_k > 0 && static_cast<uint64_t>(top_k) < row.vocab()) {
         const std::vector<Candidate> kept = largest(row, scale, static_cast<size_t>(top_k));
         if (top_p >= 1.0) return kept.back();
@@ -223,7 +232,7 @@ int64_t noisy_argmax(const Row& row, Scale scale, const Candidate& worst, Philox
         candidate.score += gumbel(key, position, static_cast<uint32_t>(candidate.token));
         return candidate;
     };
-    Candidate lead = noisy(row.candidate(scale, row.best()));
+    Candidate lead = noisy(row.best_candidate(scale));
     uint32_t words[kBlock];
     const auto threshold = [&] {
         const double slack = std::fabs(lead.score) * 0x1p-50;

@@ -85,6 +85,13 @@ def is_decided(row, wanted, position):
     seed=st.integers(0, 2**64 - 1),
     position=st.integers(0, 2**32 - 1),
 )
+@example(
+    row=np.array([0, 1e-40], dtype=np.float32),
+    temperature=1e300,
+    masks={"top_k": 0, "top_p": 0.0},
+    seed=0,
+    position=0,
+)
 def test_every_instruction_set_chooses_as_numpy_does(row, temperature, masks, seed, position):
     wanted = params(temperature=temperature, seed=seed, **masks)
     expected = outcome(NumpyChooser(wanted), row, position)
