@@ -223,8 +223,8 @@ void Decoder::reserve(int tokens) {
     m.cosines.resize(count * spec_.head_dim / 2);
     m.sines.resize(count * spec_.head_dim / 2);
     m.queries.resize(count * spec_.heads * units_ * 4);
-    const size_t widest = static_cast<size_t>(*std::max_element(
-        kernels_.row_bytes, kernels_.row_bytes + (spec_.fp32_cache ? 4 : 3)));
+    const size_t widest = static_cast<size_t>(
+        *std::max_element(kernels_.row_bytes, kernels_.row_bytes + kFormats));
     auto tiles = [&](int width, Buffer<uint8_t>& values, Buffer<float>& scales) {
         const int groups = width / kGroup;
         values.resize(count * groups * widest);
