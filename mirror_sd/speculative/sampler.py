@@ -15,9 +15,10 @@ logger = logging.getLogger(__name__)
 try:
     from mirror_sd import _native
 
-    # The instruction set in use. Raises ValueError where MIRROR_SD_ISA names none of this machine.
+    # The instruction set in use. Raises ValueError where MIRROR_SD_ISA names none of this machine;
+    # the native engine then does not start.
     NATIVE_ISA: str | None = _native.sampling_isa()
-except ImportError as error:
+except (ImportError, ValueError) as error:
     NATIVE_ISA = None
     logger.warning("sampling in numpy, which is slower: %s", error)
 
