@@ -120,4 +120,5 @@ def write_directory(spec: ModelSpec, directory: Path, seed: int = 7) -> ModelFil
         "tie_word_embeddings": spec.tied_embeddings,
     }
     (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    (directory / "tokenizer.json").write_text("{}", encoding="utf-8")  # no text is tokenised
     return ModelFiles(directory.name, directory, "safetensors")
