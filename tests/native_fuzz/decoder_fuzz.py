@@ -183,6 +183,8 @@ class Fuzz:
                     self.set_matrix(decoder, role, layer, outputs + 1, inputs)
                 if self.chance(0.02):
                     decoder.set_vector("qkv_bias", 0, np.ones(3, np.float32))
+                if self.chance(0.02):
+                    decoder.seal()
                 batch = self.batch(shape, blocks, block_size)
                 if self.chance(0.5):
                     self.spoil(batch)

@@ -236,6 +236,15 @@ def test_large_rows_are_sampled_as_numpy_does(vocab, spread):
             assert {NativeChooser(wanted, isa=isa).choose(row, 8) for isa in ISAS} == {expected}
 
 
+@pytest.mark.parametrize("top_p", [0.0005, 0.001, 0.0043, 0.02])
+def test_a_nucleus_is_cut_at_the_same_token_among_thousands_of_candidates(top_p):
+    # A few of 5000 nearly equal tokens: one too many, or one too few, is soon noticed.
+    row = np.random.default_rng(3).permutation(-np.arange(5000) / 1000).astype(np.float32)
+    for seed in range(150):
+        wanted = params(temperature=1.0, seed=seed, top_p=top_p)
+        assert NativeChooser(wanted).choose(row, 1) == NumpyChooser(wanted).choose(row, 1)
+
+
 def chooser(**fields):
     return NativeChooser(params(**fields))
 
