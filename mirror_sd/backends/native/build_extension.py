@@ -63,7 +63,7 @@ _SANITIZED = (
     "-fsanitize=address,undefined",
     "-fno-sanitize-recover=undefined",
 )
-_AVX2 = ("-mavx2", "-mfma", "-mf16c")
+_AVX2 = ("-mavx2", "-mfma", "-mf16c", "-mprfchw")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
 _X86_SETS = {
     "avx512_vnni": (*_AVX512, "-mavx512vnni", "-mavx512bf16"),

@@ -13,7 +13,7 @@ from mirror_sd.uir.program import Program
 
 Float32 = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
-_STRIP, _GROUP = 16, 32
+_STRIP, _GROUP = 16, 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ def vectors(program: Program) -> Iterator[tuple[str, int, Float32]]:
 
 
 def interleaved(gate: Float32, up: Float32) -> Float32:
-    """Strips of 16 outputs in turn, gate first; zero outputs pad to whole groups of 32."""
+    """Strips of 16 outputs in turn, gate first; zero outputs pad to whole groups of 64."""
     missing = -len(gate) % _GROUP
     strips = [
         np.pad(matrix, ((0, missing), (0, 0))).reshape(-1, _STRIP, matrix.shape[1])

@@ -16,6 +16,7 @@ namespace {
 // Rows up to which a row phase is done by the thread that arrives last: a second barrier costs more.
 constexpr int kSerialRows = 2;
 constexpr int kPhasesPerLayer = 9;
+constexpr int kStripsPerTask = 2 * kGroup / kStrip;  // of gate and up
 constexpr int kMaxAttentionRows = 8;
 constexpr int kBlocksAhead = 4;
 constexpr size_t kAheadBytes = 64 << 10;
@@ -293,7 +294,7 @@ void Decoder::forward(const Batch& batch, float* logits) {
         phases[4].reset(batch.tokens);
         phases[5].reset(layer.output.strip_count());
         phases[6].reset(batch.tokens);
-        phases[7].reset(layer.gate_up.strip_count() / 4);
+        phases[7].reset(layer.gate_up.strip_count() / kStripsPerTask);
         phases[8].reset(layer.down.strip_count());
     }
     const auto last = phases_.begin() + spec_.layers * kPhasesPerLayer;
@@ -395,7 +396,7 @@ void Decoder::run_layer(int thread, const Batch& batch, int index, Phases phases
     phases[5].take(thread, [&](int strip) {
         kernels_.linear(layer.output, strip, m.b, tokens, m.x.data(), hidden, true);
     });
-    for_rows(thread, tokens, phases[6], first_strips(thread, layer.gate_up, phases[7], 4), [&](int row) {
+    for_rows(thread, tokens, phases[6], first_strips(thread, layer.gate_up, phases[7], kStripsPerTask), [&](int row) {
         normalise_row(thread, layer.mlp_norm, m.x.data() + row * hidden, row,
                       layer.gate_up.format);
     });

@@ -1,14 +1,16 @@
 // The functions that exist once per instruction set, and the layouts they share.
 //
-// Weights: strips of 16 outputs. A strip is a sequence of groups of 32 inputs:
-//   u8:   8 lines of [16 outputs][4 inputs] bytes, then 16 scales and 16 minima in fp16 (576 bytes);
-//         weight = (scale * u + minimum) * multiplier, `multiplier` one power of two per matrix
-//   rotated: the same bytes; u - 128 are the codes of the group times a Hadamard matrix, `minimum` is
-//         what the group's weights have in common
-//   bf16: 16 lines of [16 outputs][2 inputs] (1024 bytes)
-//   fp32: 32 lines of [16 outputs] (2048 bytes)
+// Weights: strips of 16 outputs. A strip is a sequence of groups of 64 inputs:
+//   u8:   16 lines of [16 outputs][4 inputs] bytes, [2 halves][16] scales in fp16, [16][2 halves]
+//         offsets in bf16 (1152 bytes);
+//         weight = (scale * (u - 128) + offset) * multiplier, `multiplier` one power of two a matrix
+//   rotated: the same bytes; u - 128 are the codes of each half's 32 weights times a Hadamard matrix,
+//         `offset` is what the half's weights have in common
+//   bf16: 32 lines of [16 outputs][2 inputs] (2048 bytes)
+//   fp32: 64 lines of [16 outputs] (4096 bytes)
 // Activations: tiles of up to 16 rows, [tile][group][rows][group bytes], beside them [..][rows][4]
-// numbers: the group's scale, the sum of its values, and (an integer) where the products' sum starts.
+// numbers: the group's scale, the sums of its halves as two bf16, and (two integers) where the
+// products' sums of the halves start.
 #pragma once
 
 #include <cstddef>
@@ -16,7 +18,8 @@
 
 namespace mirror {
 
-constexpr int kGroup = 32;
+constexpr int kGroup = 64;
+constexpr int kHalf = 32;  // inputs that share a scale of the weights
 constexpr int kStrip = 16;
 constexpr int kTile = 16;
 constexpr int kKeysPerChunk = 16;
@@ -26,13 +29,13 @@ constexpr int kMaxQueries = 32;  // rows x heads of an attention tile
 constexpr int kRowNumbers = 4;
 
 // How a matrix multiplies: weights and activations together. kInt8 and kInt16 have 8-bit weights and
-// activations of 8 and 16 bits. kRotated has 8 bits on both sides, but multiplies each group of 32
+// activations of 8 and 16 bits. kRotated has 8 bits on both sides, but multiplies each half group
 // by a Hadamard matrix first, weights when they are packed: then no input of a group stands out, and
 // 8 bits hold it twice as well (Ashkboos et al., QuaRot, 2024). A group of 4-bit codes stays exact.
 enum Format { kInt8 = 0, kInt16 = 1, kBf16 = 2, kFp32 = 3, kRotated = 4, kFormats = 5 };
 
 constexpr size_t strip_group_bytes(Format format) {
-    return format == kBf16 ? 1024 : format == kFp32 ? 2048 : 576;
+    return format == kBf16 ? 2048 : format == kFp32 ? 4096 : 1152;
 }
 
 // Rows of activations in the layout above.
@@ -85,14 +88,14 @@ struct AttentionState {
 
 struct KernelTable {
     const char* name;
-    // Bytes of one group of 32 activations of a row.
+    // Bytes of one group of activations of a row.
     int row_bytes[kFormats];
 
     // y[row][strip * 16 ...] (=, or += if `accumulate`) matrix x rows, `stride` floats a row.
     void (*linear)(const Matrix&, int strip, const Tiles& x, int rows, float* y, size_t stride,
                    bool accumulate);
-    // One group of 32 outputs of silu(gate) * up, quantised into `out` as group `task`. The matrix
-    // holds strips in the order gate, up, gate, up.
+    // One group of outputs of silu(gate) * up, quantised into `out` as group `task`. The matrix
+    // holds strips of gate and up in turn.
     void (*gate_up)(const Matrix&, int task, const Tiles& x, int rows, const Tiles& out,
                     Format out_format);
     void (*normalise)(const float* x, const float* weight, int size, float eps, float* y);

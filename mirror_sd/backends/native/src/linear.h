@@ -1,7 +1,7 @@
 // Matrix products over strips of 16 outputs. Included inside an ISA's namespace.
 //
-// A row's sum is built the same way whatever the number of rows: per group of 32 inputs a partial
-// sum from zero, then one or two fused multiply-adds into the row's accumulator, groups ascending.
+// A row's sum is built the same way whatever the number of rows: per group of 64 inputs partial
+// sums of their own, then a fused multiply-add into the row's accumulator, groups ascending.
 // That is what makes a row independent of its batch, and it leaves enough independent chains (the
 // groups) for one row to hide the latency of the products.
 #pragma once
@@ -12,32 +12,38 @@ constexpr size_t kAhead = 6144;
 
 template <Format format, int rows> struct Products;
 
+// `half` 0 or 1 of a group: integer sums of 32 products, from the row's start.
 #if MIRROR_SET == 3
 template <int rows> struct Products<kInt8, rows> {
-    FORCE void group(const uint8_t* w, const uint8_t* x, const float* scales, I* sum) {
-        for (int m = 0; m < rows; ++m) sum[m] = iset1(load32(scales + kRowNumbers * m + 2));
+    FORCE void sum_half(int half, const uint8_t* w, const uint8_t* x, const float* numbers,
+                               I* sum) {
+        for (int m = 0; m < rows; ++m) sum[m] = iset1(load32(numbers + kRowNumbers * m + 2 + half));
 #pragma GCC unroll 8
-        for (int line = 0; line < 8; ++line) {
+        for (int line = 8 * half; line < 8 * half + 8; ++line) {
             const I weights = iload(w + 64 * line);
 #pragma GCC unroll 8
             for (int m = 0; m < rows; ++m) {
-                sum[m] = _mm512_dpbusd_epi32(sum[m], weights, iset1(load32(x + 32 * m + 4 * line)));
+                sum[m] = _mm512_dpbusd_epi32(sum[m], weights, iset1(load32(x + 64 * m + 4 * line)));
             }
         }
     }
 };
 template <int rows> struct Products<kInt16, rows> {
-    FORCE void group(const uint8_t* w, const uint8_t* x, const float*, I* sum) {
+    FORCE void sum_half(int half, const uint8_t* w, const uint8_t* x, const float* numbers,
+                               I* sum) {
         I low[rows];
-        for (int m = 0; m < rows; ++m) sum[m] = low[m] = izero();
+        for (int m = 0; m < rows; ++m) {
+            sum[m] = izero();
+            low[m] = iset1(load32(numbers + kRowNumbers * m + 2 + half));
+        }
 #pragma GCC unroll 8
-        for (int line = 0; line < 8; ++line) {
+        for (int line = 8 * half; line < 8 * half + 8; ++line) {
             const I weights = iload(w + 64 * line);
 #pragma GCC unroll 8
             for (int m = 0; m < rows; ++m) {
-                const uint8_t* at = x + 64 * m + 4 * line;
+                const uint8_t* at = x + 128 * m + 4 * line;
                 sum[m] = _mm512_dpbusd_epi32(sum[m], weights, iset1(load32(at)));
-                low[m] = _mm512_dpbusd_epi32(low[m], weights, iset1(load32(at + 32)));
+                low[m] = _mm512_dpbusd_epi32(low[m], weights, iset1(load32(at + 64)));
             }
         }
         for (int m = 0; m < rows; ++m) sum[m] = iadd(shift_left<8>(sum[m]), low[m]);
@@ -45,15 +51,16 @@ template <int rows> struct Products<kInt16, rows> {
 };
 #else
 template <int rows> struct Products<kInt16, rows> {
-    FORCE void group(const uint8_t* w, const uint8_t* x, const float* scales, I* sum) {
-        for (int m = 0; m < rows; ++m) sum[m] = iset1(load32(scales + kRowNumbers * m + 2));
-        for (int line = 0; line < 8; ++line) {
+    FORCE void sum_half(int half, const uint8_t* w, const uint8_t* x, const float* numbers,
+                               I* sum) {
+        for (int m = 0; m < rows; ++m) sum[m] = iset1(load32(numbers + kRowNumbers * m + 2 + half));
+        for (int line = 8 * half; line < 8 * half + 8; ++line) {
             const I weights = iload(w + 64 * line);
             const I even = iand(weights, iset1(0x00ff00ff));
             const I odd = shift_right16<8>(weights);
 #pragma GCC unroll 8
             for (int m = 0; m < rows; ++m) {
-                const uint8_t* at = x + 64 * m + 8 * line;
+                const uint8_t* at = x + 128 * m + 8 * line;
                 sum[m] = iadd(sum[m], madd16(even, iset1(load32(at))));
                 sum[m] = iadd(sum[m], madd16(odd, iset1(load32(at + 4))));
             }
@@ -97,19 +104,24 @@ template <Format format, int rows> FORCE void integer_tile(const Pass& pass, F* 
     const size_t scales_step = static_cast<size_t>(pass.tile) * kRowNumbers;
     for (int m = 0; m < rows; ++m) y[m] = zero();
     for (int group = 0; group < pass.groups; ++group) {
-        fetch<9, rows>(w, next);
-        if (next) next += 576;
+        fetch<18, rows>(w, next);
+        if (next) next += 1152;
         I sum[rows];
-        Products<format, rows>::group(w, x, scales, sum);
-        const F scale = from_fp16(reinterpret_cast<const uint16_t*>(w + 512));
-        const F minimum = from_fp16(reinterpret_cast<const uint16_t*>(w + 544));
+        F part[rows];
+        Products<format, rows>::sum_half(0, w, x, scales, sum);
+        const F first = from_fp16(reinterpret_cast<const uint16_t*>(w + 1024));
+#pragma GCC unroll 8
+        for (int m = 0; m < rows; ++m) part[m] = mul(to_float(sum[m]), first);
+        Products<format, rows>::sum_half(1, w, x, scales, sum);
+        const F second = from_fp16(reinterpret_cast<const uint16_t*>(w + 1056));
 #pragma GCC unroll 8
         for (int m = 0; m < rows; ++m) {
-            const F part = mul(to_float(sum[m]), set1(scales[kRowNumbers * m]));
-            y[m] = fma(part, scale, y[m]);
-            y[m] = fma(minimum, set1(scales[kRowNumbers * m + 1]), y[m]);
+            const float* numbers = scales + kRowNumbers * m;
+            part[m] = fma(to_float(sum[m]), second, part[m]);
+            y[m] = fma(part[m], set1(numbers[0]), y[m]);
+            y[m] = dot_bf16(y[m], w + 1088, load32(numbers + 1));
         }
-        w += 576;
+        w += 1152;
         x += x_step;
         scales += scales_step;
     }
@@ -117,10 +129,10 @@ template <Format format, int rows> FORCE void integer_tile(const Pass& pass, F* 
 
 template <Format format, int rows> FORCE void float_tile(const Pass& pass, F* y) {
     const uint8_t *w = pass.weights, *next = pass.next, *x = pass.x;
-    constexpr int lines = format == kBf16 ? 16 : 32;
+    constexpr int lines = format == kBf16 ? 16 : 32;  // of half a group
     const size_t x_step = static_cast<size_t>(pass.tile) * kRowBytes[format];
     for (int m = 0; m < rows; ++m) y[m] = zero();
-    for (int group = 0; group < pass.groups; ++group) {
+    for (int half = 0; half < 2 * pass.groups; ++half) {
         F sum[rows];
         for (int m = 0; m < rows; ++m) sum[m] = zero();
         fetch<lines, rows>(w, next);
@@ -136,7 +148,7 @@ template <Format format, int rows> FORCE void float_tile(const Pass& pass, F* y)
         }
         for (int m = 0; m < rows; ++m) y[m] = add(y[m], sum[m]);
         w += 64 * lines;
-        x += x_step;
+        x += half % 2 == 0 ? static_cast<size_t>(4 * lines) : x_step - 4 * lines;
     }
 }
 
@@ -197,6 +209,8 @@ static void linear(const Matrix& a, int strip, const Tiles& x, int rows, float* 
     y += strip * kStrip;
     for (int first = 0; first < rows; first += x.tile) {
         const int count = smaller(x.tile, rows - first);
+        // The results' lines are often in another core's cache: let them come during the products.
+        for (int m = 0; m < count; ++m) fetch_to_write(y + static_cast<size_t>(first + m) * stride);
         strip_tile(a, strip, x, first / x.tile, count, out);
         for (int m = 0; m < count; ++m) {
             const F value = fma(load(out + 16 * m), multiplier, bias);
@@ -221,20 +235,28 @@ FORCE F silu(F x) {
 
 static void gate_up(const Matrix& a, int task, const Tiles& x, int rows, const Tiles& out,
                     Format out_format) {
-    alignas(64) float sums[4][kTile * kStrip];
+    constexpr int pairs = kGroup / kStrip;
+    alignas(64) float gates[pairs][kTile * kStrip], ups[pairs][kTile * kStrip];
     const F multiplier = set1(a.multiplier);
     for (int first = 0; first < rows; first += x.tile) {
         const int count = smaller(x.tile, rows - first);
-        for (int strip = 0; strip < 4; ++strip) {
-            strip_tile(a, 4 * task + strip, x, first / x.tile, count, sums[strip]);
+        for (int m = 0; m < count; ++m) {
+            const Slot slot = slot_of(out, first + m, task, kRowBytes[out_format]);
+            fetch_to_write(slot.values);
+            fetch_to_write(slot.scales);
+        }
+        for (int i = 0; i < pairs; ++i) {
+            const int strip = 2 * (pairs * task + i);
+            strip_tile(a, strip, x, first / x.tile, count, gates[i]);
+            strip_tile(a, strip + 1, x, first / x.tile, count, ups[i]);
         }
         for (int m = 0; m < count; ++m) {
-            const F low_gate = mul(load(sums[0] + 16 * m), multiplier);
-            const F low_up = mul(load(sums[1] + 16 * m), multiplier);
-            const F high_gate = mul(load(sums[2] + 16 * m), multiplier);
-            const F high_up = mul(load(sums[3] + 16 * m), multiplier);
-            quantise_group(mul(silu(low_gate), low_up), mul(silu(high_gate), high_up), first + m,
-                           task, out, out_format);
+            F values[pairs];
+            for (int i = 0; i < pairs; ++i) {
+                const F gate = mul(load(gates[i] + 16 * m), multiplier);
+                values[i] = mul(silu(gate), mul(load(ups[i] + 16 * m), multiplier));
+            }
+            quantise_group(values, first + m, task, out, out_format);
         }
     }
 }

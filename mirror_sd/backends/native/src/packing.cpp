@@ -26,41 +26,48 @@ bool is_integer(Format format) {
     return format == kInt8 || format == kInt16 || format == kRotated;
 }
 
-// One group of 32 weights as u8 with fp16 scale and minimum.
-struct Group {
+float from_bf16(uint16_t value) { return float_of(static_cast<uint32_t>(value) << 16); }
+
+// Half a group: 32 weights as bytes (codes plus 128) with a scale in fp16 and an offset in bf16.
+struct Code {
     uint16_t scale;
-    uint16_t minimum;
-    uint8_t values[kGroup];
+    uint16_t offset;
+    uint8_t values[kHalf];
     double error;
 };
 
-Group encode(const float* w, float scale, float minimum) {
-    Group group{};
-    group.scale = to_half(scale);
-    group.minimum = to_half(minimum);
-    const float step = from_half(group.scale), low = from_half(group.minimum);
-    for (int i = 0; i < kGroup; ++i) {
-        const float level = step > 0 ? std::nearbyint((w[i] - low) / step) : 0.0f;
-        group.values[i] = static_cast<uint8_t>(std::clamp(level, 0.0f, 255.0f));
-        const double miss = static_cast<double>(step) * group.values[i] + low - w[i];
-        group.error += miss * miss;
-    }
-    return group;
+uint8_t clamped(float code) {
+    return static_cast<uint8_t>(std::clamp(std::nearbyint(code), -127.0f, 127.0f) + 128);
 }
 
-// The better of two codes: the group's own range in 255 steps, which holds a group of 4 bits with a
-// minimum (GGUF Q4_1) exactly since 15 divides 255, and a symmetric one, which holds Q8_0 exactly.
-Group quantise(const float* w) {
-    const auto [low, high] = std::minmax_element(w, w + kGroup);
-    const Group ranged = encode(w, (*high - *low) / 255.0f, *low);
-    const float step = std::max(std::fabs(*low), std::fabs(*high)) / 127.0f;
-    const Group symmetric = encode(w, step, -128.0f * from_half(to_half(step)));
-    return symmetric.error < ranged.error ? symmetric : ranged;
+Code encode(const float* w, float scale, float offset) {
+    Code code{};
+    code.scale = to_half(scale);
+    code.offset = to_bf16(offset);
+    const float step = from_half(code.scale), middle = from_bf16(code.offset);
+    for (int i = 0; i < kHalf; ++i) {
+        code.values[i] = clamped(step > 0 ? (w[i] - middle) / step : 0.0f);
+        const double miss = static_cast<double>(step) * (code.values[i] - 128) + middle - w[i];
+        code.error += miss * miss;
+    }
+    return code;
+}
+
+// The best of three codes: the half's own range in 254 steps; in 240, a multiple of the 15 of a GGUF
+// Q4_1; and a symmetric one, which holds Q8_0 exactly.
+Code quantise(const float* w) {
+    const auto [low, high] = std::minmax_element(w, w + kHalf);
+    const float range = *high - *low, middle = *low + range / 2;
+    const Code ranged = encode(w, range / 254.0f, middle);
+    const Code levels = encode(w, range / 240.0f, middle);
+    const Code symmetric = encode(w, std::max(std::fabs(*low), std::fabs(*high)) / 127.0f, 0.0f);
+    const Code& better = levels.error < ranged.error ? levels : ranged;
+    return symmetric.error <= better.error ? symmetric : better;
 }
 
 void hadamard(float* w) {
-    for (int width = 1; width < kGroup; width *= 2) {
-        for (int i = 0; i < kGroup; ++i) {
+    for (int width = 1; width < kHalf; width *= 2) {
+        for (int i = 0; i < kHalf; ++i) {
             if (i & width) continue;
             const float a = w[i], b = w[i + width];
             w[i] = a + b;
@@ -69,48 +76,45 @@ void hadamard(float* w) {
     }
 }
 
-// A group on a grid of 16 levels (GGUF Q4_0, Q4_1) has small integers for its transform.
-bool encode_rotated_levels(const float* w, Group& group) {
-    const auto [low, high] = std::minmax_element(w, w + kGroup);
+// Weights on a grid of 16 levels (GGUF Q4_0, Q4_1) have small integers for their transform.
+bool encode_rotated_levels(const float* w, Code& code) {
+    const auto [low, high] = std::minmax_element(w, w + kHalf);
     const float step = (*high - *low) / 15.0f;
     if (!(step > 0)) return false;
-    float levels[kGroup], sum = 0;
-    for (int i = 0; i < kGroup; ++i) {
+    float levels[kHalf], sum = 0;
+    for (int i = 0; i < kHalf; ++i) {
         const float level = (w[i] - *low) / step;
         levels[i] = std::nearbyint(level);
         if (std::fabs(level - levels[i]) > 0.01f) return false;
         sum += levels[i];
     }
-    const float middle = std::nearbyint(sum / kGroup);
+    const float middle = std::nearbyint(sum / kHalf);
     for (float& level : levels) level -= middle;
     hadamard(levels);
-    for (int i = 0; i < kGroup; ++i) {
+    for (int i = 0; i < kHalf; ++i) {
         if (std::fabs(levels[i]) > 127) return false;
-        group.values[i] = static_cast<uint8_t>(levels[i] + 128);
+        code.values[i] = static_cast<uint8_t>(levels[i] + 128);
     }
-    group.scale = to_half(step / kGroup);
-    group.minimum = to_half(*low + middle * step);
+    code.scale = to_half(step / kHalf);
+    code.offset = to_bf16(*low + middle * step);
     return true;
 }
 
-// Codes of H w with the group's mean apart: w . x = scale * (codes . H x) + mean * sum(x).
-Group quantise_rotated(const float* w) {
-    Group group{};
-    if (encode_rotated_levels(w, group)) return group;
-    float rotated[kGroup];
-    std::copy(w, w + kGroup, rotated);
+// Codes of H w with the mean apart: w . x = scale * (codes . H x) + mean * sum(x).
+Code quantise_rotated(const float* w) {
+    Code code{};
+    if (encode_rotated_levels(w, code)) return code;
+    float rotated[kHalf];
+    std::copy(w, w + kHalf, rotated);
     hadamard(rotated);
-    group.minimum = to_half(rotated[0] / kGroup);
-    rotated[0] -= kGroup * from_half(group.minimum);
+    code.offset = to_bf16(rotated[0] / kHalf);
+    rotated[0] -= kHalf * from_bf16(code.offset);
     float largest = 0;
     for (float value : rotated) largest = std::max(largest, std::fabs(value));
-    group.scale = to_half(largest / 127.0f / kGroup);
-    const float step = from_half(group.scale) * kGroup;
-    for (int i = 0; i < kGroup; ++i) {
-        const float code = step > 0 ? std::nearbyint(rotated[i] / step) : 0.0f;
-        group.values[i] = static_cast<uint8_t>(std::clamp(code, -127.0f, 127.0f) + 128);
-    }
-    return group;
+    code.scale = to_half(largest / 127.0f / kHalf);
+    const float step = from_half(code.scale) * kHalf;
+    for (int i = 0; i < kHalf; ++i) code.values[i] = clamped(step > 0 ? rotated[i] / step : 0.0f);
+    return code;
 }
 
 // A power of two that brings the largest weight into [256, 512), the middle of fp16's range.
@@ -121,20 +125,27 @@ float multiplier_of(const float* weights, size_t count) {
     return std::ldexp(1.0f, std::clamp(std::ilogb(largest) - 8, -120, 120));
 }
 
+void pack_half(const float* w, bool rotated, int half, int lane, uint8_t* out) {
+    uint8_t* scale = out + 1024 + 32 * half + 2 * lane;
+    if (!std::all_of(w, w + kHalf, [](float x) { return std::isfinite(x); })) {
+        // No codes for these: the scale makes NaN of all the group.
+        const uint16_t nan = to_half(std::nanf(""));
+        std::memcpy(scale, &nan, 2);
+        return;
+    }
+    const Code code = rotated ? quantise_rotated(w) : quantise(w);
+    uint8_t* lines = out + 512 * half + lane * 4;
+    for (int i = 0; i < kHalf; ++i) lines[i / 4 * 64 + i % 4] = code.values[i];
+    std::memcpy(scale, &code.scale, 2);
+    std::memcpy(out + 1088 + 4 * lane + 2 * half, &code.offset, 2);
+}
+
 void pack_u8(const float* group, size_t count, float inverse, bool rotated, int lane,
              uint8_t* out) {
     float w[kGroup] = {};
     for (size_t i = 0; i < count; ++i) w[i] = group[i] * inverse;
-    if (!std::all_of(w, w + kGroup, [](float x) { return std::isfinite(x); })) {
-        // No codes for these: the scale makes NaN of all the group.
-        const uint16_t nan = to_half(std::nanf(""));
-        std::memcpy(out + 512 + 2 * lane, &nan, 2);
-        return;
-    }
-    const Group code = rotated ? quantise_rotated(w) : quantise(w);
-    for (int i = 0; i < kGroup; ++i) out[i / 4 * 64 + lane * 4 + i % 4] = code.values[i];
-    std::memcpy(out + 512 + 2 * lane, &code.scale, 2);
-    std::memcpy(out + 544 + 2 * lane, &code.minimum, 2);
+    pack_half(w, rotated, 0, lane, out);
+    pack_half(w + kHalf, rotated, 1, lane, out);
 }
 
 void pack_group(Format format, const float* group, size_t count, float inverse, int lane,
@@ -235,11 +246,11 @@ void unpack_row(const Matrix& matrix, int row, float* out) {
             std::memcpy(&value, at + j / 2 * 64 + lane * 4 + j % 2 * 2, 2);
             out[i] = float_of(static_cast<uint32_t>(value) << 16);
         } else {
-            uint16_t scale, minimum;
-            std::memcpy(&scale, at + 512 + 2 * lane, 2);
-            std::memcpy(&minimum, at + 544 + 2 * lane, 2);
-            const float value = from_half(scale) * at[j / 4 * 64 + lane * 4 + j % 4];
-            out[i] = (value + from_half(minimum)) * matrix.multiplier;
+            uint16_t scale, offset;
+            std::memcpy(&scale, at + 1024 + 32 * (j / kHalf) + 2 * lane, 2);
+            std::memcpy(&offset, at + 1088 + 4 * lane + 2 * (j / kHalf), 2);
+            const float value = from_half(scale) * (at[j / 4 * 64 + lane * 4 + j % 4] - 128);
+            out[i] = (value + from_bf16(offset)) * matrix.multiplier;
         }
     }
 }

@@ -2,9 +2,9 @@
 #pragma once
 
 #if MIRROR_SET == 3
-constexpr int kRowBytes[kFormats] = {32, 64, 64, 128, 32};
+constexpr int kRowBytes[kFormats] = {64, 128, 128, 256, 64};
 #else
-constexpr int kRowBytes[kFormats] = {64, 64, 64, 128, 64};
+constexpr int kRowBytes[kFormats] = {128, 128, 128, 256, 128};
 #endif
 
 // The largest 16-bit activation: its high byte must stay within 127 after rounding the low one off.
@@ -23,37 +23,33 @@ FORCE Slot slot_of(const Tiles& tiles, int row, int group, int row_bytes) {
 }
 
 #if MIRROR_SET == 3
-FORCE void store_int8(const Slot& slot, I low, I high) {
-    store_low8(reinterpret_cast<int8_t*>(slot.values), low);
-    store_low8(reinterpret_cast<int8_t*>(slot.values) + 16, high);
+FORCE void store_int8(uint8_t* out, const I* q) {
+    for (int i = 0; i < 4; ++i) store_low8(reinterpret_cast<int8_t*>(out) + 16 * i, q[i]);
 }
-// q = 256 * h + l with both in a signed byte: 32 bytes of h, then 32 of l.
-FORCE void store_int16(const Slot& slot, I low, I high) {
-    int8_t* out = reinterpret_cast<int8_t*>(slot.values);
-    const I half = iset1(128);
-    const I low_h = _mm512_srai_epi32(iadd(low, half), 8);
-    const I high_h = _mm512_srai_epi32(iadd(high, half), 8);
-    store_low8(out, low_h);
-    store_low8(out + 16, high_h);
-    store_low8(out + 32, _mm512_sub_epi32(low, shift_left<8>(low_h)));
-    store_low8(out + 48, _mm512_sub_epi32(high, shift_left<8>(high_h)));
+// q = 256 * h + l with both in a signed byte: 64 bytes of h, then 64 of l.
+FORCE void store_int16(uint8_t* out, const I* q) {
+    for (int i = 0; i < 4; ++i) {
+        const I high = _mm512_srai_epi32(iadd(q[i], iset1(128)), 8);
+        store_low8(reinterpret_cast<int8_t*>(out) + 16 * i, high);
+        store_low8(reinterpret_cast<int8_t*>(out) + 64 + 16 * i,
+                   _mm512_sub_epi32(q[i], shift_left<8>(high)));
+    }
 }
 #else
 // 16-bit pairs in the order (0, 2), (1, 3) of each four inputs: a weight's bytes are widened by
 // masking and shifting, which gives the even and the odd ones.
-FORCE void store_int16(const Slot& slot, I low, I high) {
+FORCE void store_int16(uint8_t* out, const I* q) {
     alignas(64) int32_t lanes[kGroup];
-    istore(lanes, low);
-    istore(lanes + 16, high);
-    int16_t* out = reinterpret_cast<int16_t*>(slot.values);
+    for (int i = 0; i < 4; ++i) istore(lanes + 16 * i, q[i]);
+    int16_t* to = reinterpret_cast<int16_t*>(out);
     for (int i = 0; i < kGroup; i += 4) {
-        out[i] = static_cast<int16_t>(lanes[i]);
-        out[i + 1] = static_cast<int16_t>(lanes[i + 2]);
-        out[i + 2] = static_cast<int16_t>(lanes[i + 1]);
-        out[i + 3] = static_cast<int16_t>(lanes[i + 3]);
+        to[i] = static_cast<int16_t>(lanes[i]);
+        to[i + 1] = static_cast<int16_t>(lanes[i + 2]);
+        to[i + 2] = static_cast<int16_t>(lanes[i + 1]);
+        to[i + 3] = static_cast<int16_t>(lanes[i + 3]);
     }
 }
-FORCE void store_int8(const Slot& slot, I low, I high) { store_int16(slot, low, high); }
+FORCE void store_int8(uint8_t* out, const I* q) { store_int16(out, q); }
 #endif
 
 // The unnormalised Hadamard transform of 32 values: row 0 is their sum.
@@ -67,59 +63,63 @@ FORCE void rotate(F& low, F& high) {
     low = butterfly<1>(low), high = butterfly<1>(high);
 }
 
-FORCE void quantise_integer(F low, F high, Format format, const Slot& slot) {
-    const bool wide = format == kInt16;
-    if (format == kRotated) rotate(low, high);
-    const int32_t zero_start = 0;
-    __builtin_memcpy(slot.scales + 2, &zero_start, 4);
-    // As integers NaN is above infinity, so that neither can hide behind a number.
-    const int32_t top = reduce_imax(imax(bits(absolute(low)), bits(absolute(high))));
-    if (top >= 0x7f800000) {
-        const float nan = __builtin_nanf("");
-        slot.scales[0] = slot.scales[1] = nan;
-        if (wide) store_int16(slot, izero(), izero()); else store_int8(slot, izero(), izero());
-        return;
-    }
-    float largest;
-    __builtin_memcpy(&largest, &top, 4);
-    const float levels = wide ? kLargest16 : 127.0f;
-    // Below this the reciprocal overflows; such a group is zero beside any other.
-    const float inverse = largest > 1e-30f ? levels / largest : 0.0f;
-    const I low_q = round(mul(low, set1(inverse)));
-    const I high_q = round(mul(high, set1(inverse)));
-    const int32_t sum = reduce_iadd(iadd(low_q, high_q));
-    slot.scales[0] = largest / levels;
+FORCE void store_quantised(const Slot& slot, Format format, const I* q) {
+    if (format == kInt16) store_int16(slot.values, q); else store_int8(slot.values, q);
+}
+
+// x: 64 values in four vectors.
+FORCE void quantise_integer(F* x, Format format, const Slot& slot) {
+    float sums[2] = {reduce_add(add(x[0], x[1])), reduce_add(add(x[2], x[3]))};
     if (format == kRotated) {
-        slot.scales[1] = first_lane(low);
-        const int32_t start = -128 * sum;  // the codes are stored plus 128
-        __builtin_memcpy(slot.scales + 2, &start, 4);
-    } else {
-        slot.scales[1] = slot.scales[0] * static_cast<float>(sum);
+        rotate(x[0], x[1]);
+        rotate(x[2], x[3]);
     }
-    if (wide) store_int16(slot, low_q, high_q); else store_int8(slot, low_q, high_q);
+    // As integers NaN is above infinity, so that neither can hide behind a number.
+    const I largest_bits = imax(imax(bits(absolute(x[0])), bits(absolute(x[1]))),
+                                imax(bits(absolute(x[2])), bits(absolute(x[3]))));
+    const int32_t top = reduce_imax(largest_bits);
+    I q[4];
+    int32_t starts[2] = {0, 0};
+    if (top >= 0x7f800000) {
+        slot.scales[0] = sums[0] = sums[1] = __builtin_nanf("");
+        for (int i = 0; i < 4; ++i) q[i] = izero();
+    } else {
+        float largest;
+        __builtin_memcpy(&largest, &top, 4);
+        const float levels = format == kInt16 ? kLargest16 : 127.0f;
+        // Below this the reciprocal overflows; such a group is zero beside any other.
+        const F inverse = set1(largest > 1e-30f ? levels / largest : 0.0f);
+        for (int i = 0; i < 4; ++i) q[i] = round(mul(x[i], inverse));
+        slot.scales[0] = largest / levels;
+        // The weights' codes are stored plus 128.
+        for (int i = 0; i < 2; ++i) starts[i] = -128 * reduce_iadd(iadd(q[2 * i], q[2 * i + 1]));
+    }
+    alignas(64) float lanes[16] = {sums[0], sums[1]};
+    alignas(64) uint16_t rounded[16];
+    store_bf16(rounded, load(lanes));
+    __builtin_memcpy(slot.scales + 1, rounded, 4);
+    __builtin_memcpy(slot.scales + 2, starts, 8);
+    store_quantised(slot, format, q);
 }
 
-FORCE void quantise_group(F low, F high, int row, int group, const Tiles& out, Format format) {
+FORCE void quantise_group(F* x, int row, int group, const Tiles& out, Format format) {
     const Slot slot = slot_of(out, row, group, kRowBytes[format]);
-    if (format == kFp32) {
-        store(reinterpret_cast<float*>(slot.values), low);
-        store(reinterpret_cast<float*>(slot.values) + 16, high);
-    } else if (format == kBf16) {
-        store_bf16(reinterpret_cast<uint16_t*>(slot.values), low);
-        store_bf16(reinterpret_cast<uint16_t*>(slot.values) + 16, high);
-    } else {
-        quantise_integer(low, high, format, slot);
+    for (int i = 0; i < 4; ++i) {
+        if (format == kFp32) store(reinterpret_cast<float*>(slot.values) + 16 * i, x[i]);
+        if (format == kBf16) store_bf16(reinterpret_cast<uint16_t*>(slot.values) + 16 * i, x[i]);
     }
+    if (format != kFp32 && format != kBf16) quantise_integer(x, format, slot);
 }
 
-// x: [groups * 32], zero beyond the real inputs.
+// x: [groups * 64], zero beyond the real inputs.
 static void quantise(const float* x, int row, const Tiles& out, Format format) {
     for (int group = 0; group < out.groups; ++group, x += kGroup) {
-        quantise_group(load(x), load(x + 16), row, group, out, format);
+        F values[4] = {load(x), load(x + 16), load(x + 32), load(x + 48)};
+        quantise_group(values, row, group, out, format);
     }
 }
 
-// x, weight, y: padded to a multiple of 32 with zeros. RMS norm (Zhang, Sennrich 2019).
+// x, weight, y: padded to whole groups with zeros. RMS norm (Zhang, Sennrich 2019).
 static void normalise(const float* x, const float* weight, int size, float eps, float* y) {
     F sum = zero();
     const int padded = (size + kGroup - 1) / kGroup * kGroup;

@@ -328,6 +328,7 @@ template <int N> FORCE F butterfly(F x) {
     return fma(x, load(sign), swap_lanes<N>(x));
 }
 FORCE F absolute(F x) { return floats(iand(bits(x), iset1(0x7fffffff))); }
+FORCE void fetch_to_write(const void* p) { __builtin_prefetch(p, 1, 3); }
 FORCE int32_t load32(const void* p) { int32_t x; __builtin_memcpy(&x, p, 4); return x; }
 
 // The bits of bf16(x), rounded to nearest even, in the low half of each lane; NaN stays NaN.
