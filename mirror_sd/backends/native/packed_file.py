@@ -27,7 +27,7 @@ Bytes = NDArray[np.uint8]
 log = logging.getLogger(__name__)
 
 # Part of a file's name: raised when the same weights are packed differently.
-LAYOUT_VERSION = 2
+LAYOUT_VERSION = 3
 _ALIGNMENT = 4096
 _COPY_IF_TIMES = 3
 
