@@ -8,7 +8,6 @@ from typing import Literal
 from mirror_sd.errors import ModelError
 
 Dtype = Literal["fp32", "bf16", "int8"]
-WIDE = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,29 +44,26 @@ class PrecisionPlan:
     def native(cls, precision: str) -> PrecisionPlan:
         """The plan of a configured precision for the native engine: `fp32`, `bf16` or `int8`.
 
-        In int8 the layers' matrices are rotated; `docs/decisions/0005-native-cpu-engine.md` has
-        the error of each choice.
+        `docs/decisions/0005-native-cpu-engine.md` has the error of each choice in int8.
         """
         if precision == "fp32":
             return cls("fp32", "fp32", "fp32", "fp32")
         if precision == "bf16":
             return cls("bf16", "bf16", "bf16", "bf16")
         if precision == "int8":
-            return cls("int8", "int8", "bf16", "int8", frozenset(WIDE))
+            return cls("int8", "int8", "bf16", "int8")
         raise ModelError(f"precision {precision!r} is not one of fp32, bf16, int8")
 
     def product(self, role: str, layer: int = -1) -> str:
         """How a matrix multiplies: fp32, bf16, or with int8 weights
 
         rotated: both sides times a Hadamard matrix in groups of 32, 8-bit activations;
-        int8: 8-bit activations (the head: its codes are often 8-bit in the file already);
-        int16: 16-bit activations.
+        int16: 16-bit activations, for what is in `wide`.
         """
         if role in self.wide or f"{role}.{layer}" in self.wide:
             return "int16"
-        if role == "head":
-            return self.head
-        return "rotated" if self.weights == "int8" and role != "embedding" else self.weights
+        number = self.head if role == "head" else self.weights
+        return "rotated" if number == "int8" else number
 
     def describe(self) -> str:
         """For logs and reports, as `weights int8, kv bf16, wide qkv`."""

@@ -231,27 +231,43 @@ float pack(Format format, const float* weights, int outputs, int inputs, int thr
     return multiplier;
 }
 
+// The 32 weights of half a group of one output.
+static void unpack_half(const Matrix& matrix, const uint8_t* group, int half, int lane, float* out) {
+    uint16_t scale, offset;
+    std::memcpy(&scale, group + 1024 + 32 * half + 2 * lane, 2);
+    std::memcpy(&offset, group + 1088 + 4 * lane + 2 * half, 2);
+    const uint8_t* lines = group + 512 * half + 4 * lane;
+    for (int i = 0; i < kHalf; ++i) out[i] = static_cast<float>(lines[i / 4 * 64 + i % 4] - 128);
+    if (matrix.format == kRotated) hadamard(out);  // its own inverse, but for the factor in the scale
+    for (int i = 0; i < kHalf; ++i) {
+        out[i] = (from_half(scale) * out[i] + from_bf16(offset)) * matrix.multiplier;
+    }
+}
+
 void unpack_row(const Matrix& matrix, int row, float* out) {
     const int lane = row % kStrip;
-    const uint8_t* group =
+    const size_t group_bytes = strip_group_bytes(matrix.format);
+    const uint8_t* strip =
         matrix.strips + static_cast<size_t>(row / kStrip) * matrix.strip_bytes();
-    for (int i = 0; i < matrix.inputs; ++i) {
-        const int j = i % kGroup;
-        const uint8_t* at = group + static_cast<size_t>(i / kGroup) *
-                                        strip_group_bytes(matrix.format);
-        if (matrix.format == kFp32) {
-            std::memcpy(out + i, at + j * 64 + lane * 4, 4);
-        } else if (matrix.format == kBf16) {
-            uint16_t value;
-            std::memcpy(&value, at + j / 2 * 64 + lane * 4 + j % 2 * 2, 2);
-            out[i] = float_of(static_cast<uint32_t>(value) << 16);
+    for (int first = 0; first < matrix.inputs; first += kHalf) {
+        const uint8_t* group = strip + static_cast<size_t>(first / kGroup) * group_bytes;
+        const int half = first / kHalf % 2;
+        float values[kHalf];
+        if (is_integer(matrix.format)) {
+            unpack_half(matrix, group, half, lane, values);
         } else {
-            uint16_t scale, offset;
-            std::memcpy(&scale, at + 1024 + 32 * (j / kHalf) + 2 * lane, 2);
-            std::memcpy(&offset, at + 1088 + 4 * lane + 2 * (j / kHalf), 2);
-            const float value = from_half(scale) * (at[j / 4 * 64 + lane * 4 + j % 4] - 128);
-            out[i] = (value + from_bf16(offset)) * matrix.multiplier;
+            for (int i = 0; i < kHalf; ++i) {
+                const int j = half * kHalf + i;
+                if (matrix.format == kFp32) {
+                    std::memcpy(values + i, group + j * 64 + lane * 4, 4);
+                } else {
+                    uint16_t value;
+                    std::memcpy(&value, group + j / 2 * 64 + lane * 4 + j % 2 * 2, 2);
+                    values[i] = from_bf16(value);
+                }
+            }
         }
+        std::copy(values, values + std::min(kHalf, matrix.inputs - first), out + first);
     }
 }
 
