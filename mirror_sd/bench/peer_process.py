@@ -21,7 +21,7 @@ from typing import Any, Self
 
 from mirror_sd.bench import peer_drivers
 from mirror_sd.child import die_with_parent
-from mirror_sd.errors import SetupError
+from mirror_sd.errors import ConfigError, SetupError
 
 PACKAGE = "mirror_sd_peers"
 # By its path: the other interpreter must see neither our dependencies nor `bench` on `sys.path`.
@@ -50,31 +50,44 @@ def engine_command() -> list[str]:
 
 
 class PeerProcess:
-    """A session; leaving the context ends the process.
+    """A session; entering the context starts the process, leaving it ends it.
 
     The child's `threads` are set for OpenMP; a library that has a setting of its own is given it
     when it loads.
     """
 
     def __init__(self, command: Sequence[str], threads: int) -> None:
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
-        parent_pid = os.getpid()
-        self._process = subprocess.Popen(
-            list(command),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            env=_environment(threads),
-            start_new_session=True,
-            preexec_fn=lambda: die_with_parent(signal.SIGKILL, parent_pid),
-        )
+        self._command = list(command)
+        self._threads = threads
         self._buffer = b""
 
     def __enter__(self) -> Self:
+        """Raises `ConfigError` where the command cannot be executed."""
+        parent_pid = os.getpid()
+        self._log = tempfile.TemporaryFile()
+        try:
+            self._process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._log,
+                env=_environment(self._threads),
+                start_new_session=True,
+                preexec_fn=lambda: die_with_parent(signal.SIGKILL, parent_pid),
+            )
+        except OSError as error:
+            self._log.close()
+            raise ConfigError(f"cannot start {self._command[0]}: {error.strerror}") from error
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        self._signal(signal.SIGKILL)
+        self._process.communicate()
+        self._log.close()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     def call(self, name: str, timeout_s: float = 600.0, **arguments: Any) -> Any:
         """The value that the child's handler `name` gives. Raises `PeerFailed`."""
@@ -91,16 +104,6 @@ class PeerProcess:
         if "error" in reply:
             raise PeerFailed(reply["error"])
         return reply["value"]
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def close(self) -> None:
-        """End the process and all that it started."""
-        self._signal(signal.SIGKILL)
-        self._process.communicate()
-        self._log.close()
 
     def _reply(self, name: str, deadline: float) -> Mapping[str, Any]:
         assert self._process.stdout is not None

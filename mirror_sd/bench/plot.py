@@ -41,7 +41,7 @@ def draw(peers: Report, forward: Report, out: Path) -> None:
     _floor(axes[-1], rows)
     described = _part(peers, "machine", "the report of bench peers")
     figure.suptitle(
-        f"{peers.get('model', 'model')} on {described['cpu']}, {peers.get('threads')} threads,"
+        f"{peers.get('model')}, greedy: {described['cpu']}, {peers.get('threads')} threads,"
         f" {described['at'][:10]}"
     )
     figure.savefig(out, dpi=150)
@@ -107,18 +107,18 @@ def _floor(axis: Any, rows: Sequence[Mapping[str, Any]]) -> None:
         tokens, ms, floor = zip(*line, strict=True)
         colour = LINE_COLOURS.get(precision)
         (drawn,) = axis.plot(tokens, ms, marker="o", color=colour, label=precision)
-        axis.plot(
-            tokens, floor, "--", color=drawn.get_color(), label=f"{precision}, reading memory once"
-        )
+        axis.plot(tokens, floor, "--", color=drawn.get_color(), label=f"{precision}, floor")
     counts = sorted({row["tokens"] for row in rows})
     axis.set_xscale("log", base=2)
     axis.set_xticks(counts, [str(count) for count in counts])
     axis.minorticks_off()
     axis.set_ylim(bottom=0)
-    axis.set_title(f"A forward against the memory floor, context {context}")
+    axis.set_title(f"One forward, context {context}")
     axis.set_xlabel("tokens verified in one forward")
     axis.set_ylabel("milliseconds")
-    axis.legend(frameon=False)
+    axis.legend(
+        frameon=False, title="floor: weights and cache read once", alignment="left", ncols=2
+    )
     _tidy(axis)
 
 

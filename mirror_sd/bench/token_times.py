@@ -75,8 +75,7 @@ def _merged(answers: Iterable[Answer], begin: float) -> Iterable[tuple[float, fl
     open_to = begin
     for start, end in sorted((answer.times[0], answer.times[-1]) for answer in answers):
         start, end = max(start, begin), max(end, begin)
-        # Spans that only touch stay apart: the token at the seam is the later answer's first.
-        if open_from is not None and start < open_to:
+        if open_from is not None and start <= open_to:
             open_to = max(open_to, end)
             continue
         if open_from is not None:

@@ -1,0 +1,78 @@
+"""What a worker may take, and the real engine weighed with few short streams."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from mirror_sd.bench.cli import app
+from mirror_sd.bench.memory import _grow, _verify_drafts, limit_mb
+from mirror_sd.config import EngineConfig, SpeculationConfig
+from mirror_sd.engine import Engine
+from tests.unit.speculative.hash_target import HashTarget
+
+
+def engine_on(target: HashTarget, slots: int = 4) -> Engine:
+    return Engine(
+        target,
+        EngineConfig(block_size=4, kv_cache_mb=512, prefill_chunk=16),
+        SpeculationConfig(),
+        model_name="m",
+        device_class="cpu",
+        slots=slots,
+    )
+
+
+def test_the_limit_is_what_must_be_held_and_a_third_and_an_allowance():
+    assert limit_mb(200, 100) == pytest.approx(1.3 * 300 + 150)
+
+
+def test_all_streams_reach_their_length_at_once_and_share_no_block():
+    target = HashTarget(vocab=5000)
+    engine = engine_on(target)
+    _grow(engine, streams=4, length=64)
+    owners = (target.slots >= 0).all(axis=1).sum()
+    assert owners >= 4 * 64 // 4
+    assert not engine.has_work
+    engine.check_integrity()
+
+
+def test_drafts_of_many_streams_are_verified_in_one_forward():
+    rows = []
+
+    class Watched(HashTarget):
+        def forward(self, batch):
+            rows.append(len(batch.logit_rows))
+            return super().forward(batch)
+
+    # One token decides the next, so that texts soon run in circles.
+    _verify_drafts(engine_on(Watched(vocab=200, memory=1)), streams=4)
+    assert max(rows) > 4
+
+
+@pytest.fixture(scope="module")
+def weighed(default_model):
+    result = CliRunner().invoke(
+        app, ["memory", "--concurrency", "2", "--length", "96", "--json"], catch_exceptions=False
+    )
+    return json.loads(result.stdout)
+
+
+def test_the_default_engine_is_weighed(weighed):
+    assert weighed["engine"] == "native" and weighed["precision"] == "int8"
+    assert weighed["kv_mb"] == pytest.approx(2 * 96 * 30 * 2 * 192 * 2 / 2**20, rel=0.01)
+    assert 130 < weighed["weights_mb"] < 170
+    assert weighed["peak_rss_mb"] >= weighed["loaded_rss_mb"] > weighed["weights_mb"]
+    assert weighed["limit_mb"] == pytest.approx(
+        limit_mb(weighed["weights_mb"], weighed["kv_mb"]), abs=0.2
+    )
+
+
+@pytest.mark.parametrize("key", ["engine.kv_cache_mb=8", "scheduler.max_batch_size.CPU=1"])
+def test_streams_that_do_not_fit_are_refused(default_model, key):
+    result = CliRunner().invoke(
+        app, ["memory", "--concurrency", "2", "--length", "1024", "--set", key]
+    )
+    assert "raise scheduler.max_batch_size or engine.kv_cache_mb" in str(result.exception)
