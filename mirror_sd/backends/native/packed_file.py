@@ -1,20 +1,25 @@
 """Packed weights on disk, so that a later start maps them instead of packing again.
 
 A safetensors file: one U8 tensor for each matrix, in the order of execution, each at a multiple of
-64 bytes, and `multipliers`, F32 in the same order.
+64 bytes, `multipliers`, F32 in the same order, and `checksum`, the CRC-32 of all before it. A new
+file of a model and its number formats takes the place of the one before.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import psutil
@@ -30,6 +35,8 @@ log = logging.getLogger(__name__)
 LAYOUT_VERSION = 3
 _ALIGNMENT = 4096
 _COPY_IF_TIMES = 3
+_LOCK_TIMEOUT_S = 900.0
+_POLL_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,30 +48,75 @@ class PackedWeights:
 
 
 def path_for(source: Path, layouts: Sequence[MatrixLayout]) -> Path:
-    """Where the packed weights of a model file (or directory) lie; changes with its contents."""
-    parts = [str(LAYOUT_VERSION), str(source.absolute())]
+    """Where the packed weights of a model file (or directory) lie: `<what>-<which>.safetensors`.
+
+    The first part follows from the model's path and the number formats, the second one from the
+    contents too.
+    """
+    formats = sorted({item.format for item in layouts})
+    parts = [str(LAYOUT_VERSION)]
     files = sorted(source.glob("*.safetensors")) if source.is_dir() else [source]
     for file in files:
         status = file.stat()
         parts.append(f"{file.name} {status.st_size} {status.st_mtime_ns}")
     parts += [f"{item.name} {item.outputs} {item.inputs} {item.format}" for item in layouts]
-    digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
-    return cache_dir() / "packed" / f"{digest}.safetensors"
+    name = f"{_digest([str(source.absolute()), *formats])}-{_digest(parts)}.safetensors"
+    return cache_dir() / "packed" / name
+
+
+def _digest(parts: Sequence[str]) -> str:
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
 def load_or_pack(
     path: Path, layouts: Sequence[MatrixLayout], pack: Callable[[MatrixLayout, Bytes], float]
 ) -> PackedWeights:
-    """The weights from `path`; if they are not there, packs them, in memory if the disk refuses."""
+    """The weights from `path`; if they are not there, packs them, in memory if the disk refuses.
+
+    Of several processes one packs and the others wait for it.
+    """
     weights = _read(path, layouts)
     if weights is not None:
         return weights
     try:
-        _write(path, layouts, pack)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(path.parent):
+            weights = _read(path, layouts)
+            if weights is None:
+                _write(path, layouts, pack)
+                _remove_others(path)
     except OSError as error:
         log.warning("the packed weights are not cached: %s", error)
-    weights = _read(path, layouts)
+    weights = weights or _read(path, layouts)
     return weights if weights is not None else pack_in_memory(layouts, pack)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """One writer at a time; the lock dies with its process. Raises `TimeoutError`."""
+    deadline = time.monotonic() + _LOCK_TIMEOUT_S
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as error:
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"another process writes into {folder}") from error
+                time.sleep(_POLL_S)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _remove_others(path: Path) -> None:
+    """Under the lock: what `path` takes the place of, and what writers that were killed left."""
+    what = path.name.partition("-")[0]
+    for other in (*path.parent.glob(f"{what}-*.safetensors"), *path.parent.glob(".new-*")):
+        if other != path:
+            log.info("removing %s", other)
+            other.unlink(missing_ok=True)
 
 
 def _header(layouts: Sequence[MatrixLayout]) -> tuple[bytes, list[int], int]:
@@ -78,18 +130,19 @@ def _header(layouts: Sequence[MatrixLayout]) -> tuple[bytes, list[int], int]:
         at = end
     end = at + 4 * len(layouts)
     entries["multipliers"] = {"dtype": "F32", "shape": [len(layouts)], "data_offsets": [at, end]}
+    offsets.append(at)
+    entries["checksum"] = {"dtype": "U32", "shape": [1], "data_offsets": [end, end + 4]}
     text = json.dumps(entries).encode()
     text += b" " * (-(len(text) + 8) % _ALIGNMENT)
     start = 8 + len(text)
-    offsets = [start + offset for offset in (*offsets, at)]
-    return len(text).to_bytes(8, "little") + text, offsets, start + end
+    offsets = [start + offset for offset in offsets]
+    return len(text).to_bytes(8, "little") + text, offsets, start + end + 4
 
 
 def _write(
     path: Path, layouts: Sequence[MatrixLayout], pack: Callable[[MatrixLayout, Bytes], float]
 ) -> None:
     header, offsets, size = _header(layouts)
-    path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(prefix=".new-", dir=path.parent)
     scratch = Path(name)
     try:
@@ -100,12 +153,17 @@ def _write(
             file.flush()
             view = np.memmap(file, np.uint8, "r+", shape=(size,))
             multipliers = _pack_all(layouts, view, offsets, pack)
-            view[offsets[-1] :] = np.array(multipliers, "<f4").view(np.uint8)
+            view[offsets[-1] : -4] = np.array(multipliers, "<f4").view(np.uint8)
+            view[-4:] = np.array([_checksum(view, len(header))], "<u4").view(np.uint8)
             view.flush()
         scratch.rename(path)
     finally:
         with suppress(FileNotFoundError):
             scratch.unlink()
+
+
+def _checksum(memory: Bytes, start: int) -> int:
+    return zlib.crc32(memory[start:-4].data)
 
 
 def _pack_all(
@@ -124,30 +182,33 @@ def _read(path: Path, layouts: Sequence[MatrixLayout]) -> PackedWeights | None:
     header, offsets, size = _header(layouts)
     try:
         with path.open("rb") as file:
-            if os.fstat(file.fileno()).st_size != size or file.read(len(header)) != header:
-                log.warning("%s is not what it should be; it is made again", path)
-                return None
-            memory = _in_memory(np.memmap(file, np.uint8, "r", shape=(size,)))
+            is_sound = os.fstat(file.fileno()).st_size == size and file.read(len(header)) == header
+            memory = _load(file, size) if is_sound else None
     except FileNotFoundError:
         return None
     except OSError as error:
         log.warning("cannot read the packed weights: %s", error)
         return None
-    multipliers = memory[offsets[-1] :].view("<f4").tolist()
+    if memory is None or _checksum(memory, len(header)) != memory[-4:].view("<u4")[0]:
+        log.warning("%s is not what it should be; it is made again", path)
+        return None
+    multipliers = memory[offsets[-1] : -4].view("<f4").tolist()
     return PackedWeights(_views(memory, layouts, offsets), multipliers)
 
 
-def _in_memory(mapped: Bytes) -> Bytes:
-    """A copy in huge pages, which a file's map cannot have; the map itself where memory is short.
+def _load(file: BinaryIO, size: int) -> Bytes:
+    """A copy in huge pages, which a file's map cannot have; a map where memory is short.
 
     A forward touches every page of the weights: with 4 KB pages it took 15-25 % longer.
     """
-    if psutil.virtual_memory().available < _COPY_IF_TIMES * mapped.nbytes:
+    if psutil.virtual_memory().available < _COPY_IF_TIMES * size:
         log.info("memory is short: the weights stay mapped from their file, which is slower")
-        return mapped
-    copy = _empty(mapped.nbytes)
-    copy[:] = mapped
-    return copy
+        return np.memmap(file, np.uint8, "r", shape=(size,))
+    memory = _empty(size)
+    file.seek(0)
+    if file.readinto(memory.data) != size:  # type: ignore[attr-defined]
+        raise OSError(f"{file.name} became shorter while it was read")
+    return memory
 
 
 def _empty(size: int) -> Bytes:
