@@ -81,7 +81,7 @@ class Decoder:
         rope_scale: float,
         frequencies: Float32,
         windows: Sequence[int],
-        fp32_cache: bool,
+        cache: str,
         isa: str,
         threads: int,
         cores: Sequence[int],

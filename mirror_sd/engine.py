@@ -276,6 +276,7 @@ def create_backend(config: Config, device_class: str, threads: int | None = None
         precision=pool.precision,
         threads=threads,
         max_context=config.model.max_context,
+        kv=config.engine.kv_precision,
     )
 
 

@@ -25,12 +25,14 @@ def create(
     precision: str,
     threads: int | None,
     max_context: int | None,
+    kv: str = "auto",
 ) -> Backend:
     """Load a model into the named engine; takes up to seconds.
 
     engine: auto is native on the CPU, torch on other devices. device: a torch device. precision:
     auto, fp32, bf16 or (native) int8. threads: None takes the cores this process may use.
-    max_context can only lower the model's. Raises `ConfigError` for a bad setting, `ModelError`
+    max_context can only lower the model's. kv: number format of keys and values; other than auto it
+    needs the native engine. Raises `ConfigError` for a bad setting, `ModelError`
     for a bad model. Without the C++ part torch takes the place of native, and a model that our
     decoders do not know goes to `transformers`, both with a warning.
     """
@@ -42,7 +44,7 @@ def create(
         raise ConfigError(f"engine {engine!r} is not one of {known}")
     if precision not in PRECISIONS:
         raise ConfigError(f"precision {precision!r} is not one of {', '.join(PRECISIONS)}")
-    return factory(files, Setting(device, precision, threads, max_context))
+    return factory(files, Setting(device, precision, threads, max_context, kv))
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,7 @@ class Setting:
     precision: str
     threads: int | None
     max_context: int | None
+    kv: str = "auto"
 
 
 def _native(files: ModelFiles, setting: Setting) -> Backend:
@@ -71,7 +74,8 @@ def _native(files: ModelFiles, setting: Setting) -> Backend:
     if setting.device != "cpu":
         raise ConfigError(f"the native engine computes on the device 'cpu', not {setting.device!r}")
     isa = chosen_isa()
-    plan = PrecisionPlan.native("int8" if setting.precision == "auto" else setting.precision)
+    precision = "int8" if setting.precision == "auto" else setting.precision
+    plan = PrecisionPlan.native(precision, setting.kv)
     try:
         lowered = program.load(files, plan, setting.max_context)
     except UnsupportedModel as error:
@@ -98,6 +102,8 @@ def _prepare_torch(device: str, threads: int | None) -> None:
 
 def _torch_precision(setting: Setting) -> str:
     """The precision for torch. Raises `ConfigError` for int8, which only native has."""
+    if setting.kv != "auto":
+        raise ConfigError(f"a KV cache of {setting.kv} needs the native engine")
     if setting.precision == "int8":
         raise ConfigError("precision 'int8' needs the native engine; this one has fp32 and bf16")
     if setting.precision != "auto":

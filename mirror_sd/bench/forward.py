@@ -1,7 +1,7 @@
 """The time of one forward against the memory floor: what must be read, at memory's own speed.
 
-floor = (bytes of the weights + bytes of the context's keys and values) / bandwidth, where bandwidth is
-that of a streaming vector read by the same number of threads over as many bytes, read again beside
+floor = (bytes of the weights + bytes of the context's keys and values) / bandwidth, which is
+that of a streaming vector read by as many threads over as many bytes, read again beside
 each measurement because shared machines change their speed by the minute.
 """
 
@@ -110,6 +110,7 @@ def _load(config: Config, precision: str, threads: int) -> NativeBackend:
         precision=precision,
         threads=threads,
         max_context=config.model.max_context,
+        kv=config.engine.kv_precision,
     )
     if not isinstance(backend, NativeBackend):
         raise ConfigError(

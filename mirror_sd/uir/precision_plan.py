@@ -8,6 +8,7 @@ from typing import Literal
 from mirror_sd.errors import ModelError
 
 Dtype = Literal["fp32", "bf16", "int8"]
+KV_FORMATS: dict[str, Dtype] = {"fp32": "fp32", "bf16": "bf16", "int8": "int8"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,17 +42,20 @@ class PrecisionPlan:
         raise ModelError(f"precision {precision!r} is not one of fp32, bf16")
 
     @classmethod
-    def native(cls, precision: str) -> PrecisionPlan:
+    def native(cls, precision: str, kv: str = "auto") -> PrecisionPlan:
         """The plan of a configured precision for the native engine: `fp32`, `bf16` or `int8`.
+
+        kv: number format of the cache; auto is fp32 in the fp32 plan, else bf16.
 
         `docs/decisions/0005-native-cpu-engine.md` has the error of each choice in int8.
         """
+        cache = KV_FORMATS.get(kv, "fp32" if precision == "fp32" else "bf16")
         if precision == "fp32":
-            return cls("fp32", "fp32", "fp32", "fp32")
+            return cls("fp32", "fp32", cache, "fp32")
         if precision == "bf16":
-            return cls("bf16", "bf16", "bf16", "bf16")
+            return cls("bf16", "bf16", cache, "bf16")
         if precision == "int8":
-            return cls("int8", "int8", "bf16", "int8")
+            return cls("int8", "int8", cache, "int8")
         raise ModelError(f"precision {precision!r} is not one of fp32, bf16, int8")
 
     def product(self, role: str, layer: int = -1) -> str:

@@ -18,7 +18,7 @@ from tests.native_fuzz.arrays import misshapen
 
 PROMISED = (TypeError, ValueError)
 ODD = (0, -1, 1, 2**24, 2**24 + 1, 2**31 - 1, -(2**31), 2**31)
-FORMATS = ("int8", "int16", "bf16", "fp32")
+FORMATS = ("int8", "int16", "rotated", "bf16", "fp32")
 
 
 @dataclass
@@ -100,7 +100,7 @@ class Fuzz:
             rope_scale=1.0,
             frequencies=rng.random(shape.head_dim // 2 + self.chance(0.01)).astype(np.float32),
             windows=[int(rng.choice([0, 0, 1, 7, 100])) for _ in range(shape.layers)],
-            fp32_cache=self.chance(0.3),
+            cache=str(rng.choice(("bf16", "fp32", "int8"))),
             isa=str(rng.choice([*_native.available_isas(), *_native.available_isas(), "sse9"])),
             threads=int(rng.integers(1, 5)),
             cores=_native.usable_cores(2) if self.chance(0.2) else [],
@@ -126,7 +126,7 @@ class Fuzz:
         weights = self.rng.normal(0, 0.3, (outputs, inputs)).astype(np.float32)
         packed = np.zeros(_native.packed_bytes(form, outputs, inputs), np.uint8)
         multiplier = _native.pack(weights, form, 1, packed)
-        if self.chance(0.003):
+        if self.chance(0.02):
             packed = misshapen(self.rng, packed)
         decoder.set_matrix(role, layer, packed, outputs, inputs, multiplier, form)
 

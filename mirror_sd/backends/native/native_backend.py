@@ -116,7 +116,7 @@ def _make_decoder(program: Program, threads: int, isa: str) -> _native.Decoder:
         rope_scale=scale,
         frequencies=frequencies,
         windows=[window or 0 for window in spec.windows],
-        fp32_cache=program.plan.kv == "fp32",
+        cache=program.plan.kv,
         isa=isa,
         threads=threads,
         cores=_native.usable_cores(threads),

@@ -2,7 +2,8 @@
 //
 // A block holds, per KV head and chunk of 16 keys: lines of keys [unit][16 keys] and lines of values
 // [key unit][16 dimensions], where a unit is four bytes: two bf16 of the contracted dimension, or
-// one fp32. Scores come out 16 keys a line and values 16 dimensions a line, both without shuffles.
+// one fp32. In an int8 cache a unit is two bytes, and 16 scales of the keys and of the values follow;
+// a segment's chunks are widened to bf16 first, which holds them exactly. Scores come out 16 keys a line and values 16 dimensions a line, both without shuffles.
 //
 // Keys are taken in segments of 16 chunks by absolute position. Each segment is a complete softmax;
 // segments are folded in order (Milakov, Gimelshein 2018; the split over threads is that of
@@ -23,15 +24,15 @@ struct Scratch {
     float* scores;     // [kMaxQueries][kKeysPerSegment]
     uint8_t* weights;  // [kMaxQueries][kKeysPerSegment] bf16 or fp32
     float* values;     // [kMaxQueries][padded_dim]
+    uint8_t* widened;  // [kChunksPerSegment] chunks of an int8 cache as bf16
     float maximum[kMaxQueries];
     float sum[kMaxQueries];
 };
 
-FORCE const uint8_t* chunk_at(const AttentionTile& t, int chunk) {
+template <CacheFormat cache> FORCE const uint8_t* chunk_at(const AttentionTile& t, int chunk) {
     const int block = t.table[chunk / t.chunks_per_block];
-    const size_t chunk_bytes = static_cast<size_t>(t.units) * 128;
     return t.cache + static_cast<size_t>(block) * t.block_bytes + t.head_offset +
-           static_cast<size_t>(chunk % t.chunks_per_block) * chunk_bytes;
+           static_cast<size_t>(chunk % t.chunks_per_block) * chunk_bytes(cache, t.units);
 }
 
 FORCE int first_key(const AttentionTile& t, int chunk) {
@@ -52,14 +53,32 @@ struct Lanes {
 struct Keys {
     int first[kChunksPerSegment];  // position of lane 0
     int count[kChunksPerSegment];  // lanes in use
+    const uint8_t* data[kChunksPerSegment];  // lines of keys, then of values
+    const float* scales[kChunksPerSegment];  // int8: of the keys, then of the values
 };
 
-FORCE void find_keys(const AttentionTile& t, int begin, int end, Keys* keys) {
+// An int8 chunk's lines as bf16, without the scales.
+FORCE void widen_chunk(const uint8_t* chunk, int units, uint8_t* out) {
+    const int8_t* from = reinterpret_cast<const int8_t*>(chunk);
+    uint16_t* to = reinterpret_cast<uint16_t*>(out);
+    for (int i = 0; i < units * 64; i += 16) store_bf16(to + i, to_float(widen8(from + i)));
+}
+
+template <CacheFormat cache>
+FORCE void find_keys(const AttentionTile& t, int begin, int end, uint8_t* widened, Keys* keys) {
     for (int chunk = begin; chunk < end; ++chunk) {
         const int at = chunk % kChunksPerSegment;
         const int left = t.block_size - chunk % t.chunks_per_block * kKeysPerChunk;
         keys->first[at] = first_key(t, chunk);
         keys->count[at] = left < kKeysPerChunk ? left : kKeysPerChunk;
+        const uint8_t* chunk_data = chunk_at<cache>(t, chunk);
+        keys->data[at] = chunk_data;
+        if (cache != kCacheInt8) continue;
+        uint8_t* out = widened + static_cast<size_t>(at) * t.units * 128;
+        widen_chunk(chunk_data, t.units, out);
+        keys->data[at] = out;
+        keys->scales[at] =
+            reinterpret_cast<const float*>(chunk_data + static_cast<size_t>(t.units) * 64);
     }
 }
 
@@ -115,7 +134,7 @@ FORCE void scores_of(const uint8_t* keys, const int32_t* q, int units, int queri
 }
 
 // Softmax numerators of one query's scores; returns their sum.
-template <bool fp32>
+template <CacheFormat cache>
 FORCE float exponentials(const Keys& keys, int begin, int end, int window, int position,
                          float maximum, const float* scores, uint8_t* weights) {
     F sum = zero();
@@ -127,20 +146,26 @@ FORCE float exponentials(const Keys& keys, int begin, int end, int window, int p
         if (lanes.low < lanes.high) {
             p = keep_visible(exp2(sub(load(scores + at * kKeysPerChunk), top)), lanes, zero());
         }
-        if (fp32) {
+        if (cache == kCacheFp32) {
             store(reinterpret_cast<float*>(weights) + at * kKeysPerChunk, p);
-        } else {
-            const I rounded = to_bf16(p);
-            store_low16(reinterpret_cast<uint16_t*>(weights) + at * kKeysPerChunk, rounded);
-            p = floats(shift_left<16>(rounded));
+            sum = add(sum, p);
+            continue;
         }
-        sum = add(sum, p);
+        const I rounded = to_bf16(p);
+        sum = add(sum, floats(shift_left<16>(rounded)));
+        uint16_t* to = reinterpret_cast<uint16_t*>(weights) + at * kKeysPerChunk;
+        store_low16(to, rounded);
+        if (cache == kCacheInt8 && lanes.low < lanes.high) {
+            // The values' scales, here where they cost once a key instead of once a dimension.
+            store_bf16(to, keep(mul(p, load(keys.scales[at] + kKeysPerChunk)), lanes.low,
+                                lanes.high, zero()));
+        }
     }
     return reduce_add(sum);
 }
 
 template <bool fp32, int queries, int lines>
-static void weighted_values(const AttentionTile& t, int begin, int end, int line,
+static void weighted_values(const AttentionTile& t, const Keys& keys, int begin, int end, int line,
                             const uint8_t* weights, float* out) {
     constexpr int units = fp32 ? kKeysPerChunk : kKeysPerChunk / 2;
     constexpr size_t row = static_cast<size_t>(kKeysPerSegment) * (fp32 ? 4 : 2);
@@ -151,7 +176,7 @@ static void weighted_values(const AttentionTile& t, int begin, int end, int line
     }
     for (int chunk = begin; chunk < end; ++chunk) {
         const uint8_t* values =
-            chunk_at(t, chunk) + static_cast<size_t>(t.units) * 64 + static_cast<size_t>(line) * 64;
+            keys.data[chunk % kChunksPerSegment] + static_cast<size_t>(t.units + line) * 64;
         const uint8_t* p = weights + static_cast<size_t>(chunk % kChunksPerSegment) * units * 4;
         for (int unit = 0; unit < units; ++unit) {
 #pragma GCC unroll 4
@@ -173,32 +198,33 @@ static void weighted_values(const AttentionTile& t, int begin, int end, int line
 }
 
 template <bool fp32, int queries>
-FORCE void all_lines(const AttentionTile& t, int begin, int end, const uint8_t* weights,
-                     float* out) {
+FORCE void all_lines(const AttentionTile& t, const Keys& keys, int begin, int end,
+                     const uint8_t* weights, float* out) {
     int line = 0;
     const int total = t.padded_dim / 16;
     for (; line + kLinesAtOnce <= total; line += kLinesAtOnce) {
-        weighted_values<fp32, queries, kLinesAtOnce>(t, begin, end, line, weights, out);
+        weighted_values<fp32, queries, kLinesAtOnce>(t, keys, begin, end, line, weights, out);
     }
     for (; line < total; ++line) {
-        weighted_values<fp32, queries, 1>(t, begin, end, line, weights, out);
+        weighted_values<fp32, queries, 1>(t, keys, begin, end, line, weights, out);
     }
 }
 
 template <bool fp32>
-FORCE void values_of(const AttentionTile& t, int begin, int end, const Scratch& scratch) {
+FORCE void values_of(const AttentionTile& t, const Keys& keys, int begin, int end,
+                     const Scratch& scratch) {
     constexpr int at_once = MIRROR_SET >= 2 ? 4 : 2;
     constexpr size_t row = static_cast<size_t>(kKeysPerSegment) * (fp32 ? 4 : 2);
     for (int q = 0; q < t.queries; q += at_once) {
         const uint8_t* weights = scratch.weights + row * q;
         float* out = scratch.values + static_cast<size_t>(q) * t.padded_dim;
         switch (t.queries - q) {
-            case 1: all_lines<fp32, 1>(t, begin, end, weights, out); break;
+            case 1: all_lines<fp32, 1>(t, keys, begin, end, weights, out); break;
 #if MIRROR_SET >= 2
-            case 2: all_lines<fp32, 2>(t, begin, end, weights, out); break;
-            case 3: all_lines<fp32, 3>(t, begin, end, weights, out); break;
+            case 2: all_lines<fp32, 2>(t, keys, begin, end, weights, out); break;
+            case 3: all_lines<fp32, 3>(t, keys, begin, end, weights, out); break;
 #endif
-            default: all_lines<fp32, at_once>(t, begin, end, weights, out);
+            default: all_lines<fp32, at_once>(t, keys, begin, end, weights, out);
         }
     }
 }
@@ -223,8 +249,9 @@ static void fold(const AttentionState& segment, int queries, int padded_dim,
     }
 }
 
-template <bool fp32>
+template <CacheFormat cache>
 FORCE void segment(const AttentionTile& t, int index, Scratch& scratch) {
+    constexpr bool fp32 = cache == kCacheFp32;
     const int last_row = (t.queries - 1) / t.heads;
     int begin = index * kChunksPerSegment;
     int end = begin + kChunksPerSegment;
@@ -235,18 +262,18 @@ FORCE void segment(const AttentionTile& t, int index, Scratch& scratch) {
         if (begin < first) begin = first;
     }
     Keys keys;
-    find_keys(t, begin, end, &keys);
+    find_keys<cache>(t, begin, end, scratch.widened, &keys);
     alignas(64) float maxima[kMaxQueries * 16];
     for (int q = 0; q < t.queries; ++q) store(maxima + 16 * q, set1(kMinusInfinity));
     for (int chunk = begin; chunk < end; ++chunk) {
         const int at = chunk % kChunksPerSegment;
-        if (chunk + kChunksAhead < end && t.queries <= 8) {
-            const uint8_t* ahead = chunk_at(t, chunk + kChunksAhead);
+        if (cache != kCacheInt8 && chunk + kChunksAhead < end && t.queries <= 8) {
+            const uint8_t* ahead = keys.data[at + kChunksAhead];
             for (int line = 0; line < 2 * t.units; ++line) prefetch2(ahead + 64 * line);
         }
         float* out = scratch.scores + at * kKeysPerChunk;
         for (int q = 0; q < t.queries; q += 8) {
-            scores_of<fp32>(chunk_at(t, chunk), scratch.queries + static_cast<size_t>(q) * t.units,
+            scores_of<fp32>(keys.data[at], scratch.queries + static_cast<size_t>(q) * t.units,
                             t.units, t.queries - q < 8 ? t.queries - q : 8,
                             out + q * kKeysPerSegment);
         }
@@ -254,8 +281,9 @@ FORCE void segment(const AttentionTile& t, int index, Scratch& scratch) {
             const Lanes lanes = visible(keys, at, t.window, t.first_position + row);
             for (int head = 0; head < t.heads; ++head, ++q) {
                 float* to = out + q * kKeysPerSegment;
-                const F score = keep_visible(mul(load(to), set1(t.scale)), lanes,
-                                             set1(kMinusInfinity));
+                F score = mul(load(to), set1(t.scale));
+                if (cache == kCacheInt8) score = mul(score, load(keys.scales[at]));
+                score = keep_visible(score, lanes, set1(kMinusInfinity));
                 store(to, score);
                 store(maxima + 16 * q, max(load(maxima + 16 * q), score));
             }
@@ -265,12 +293,12 @@ FORCE void segment(const AttentionTile& t, int index, Scratch& scratch) {
     for (int q = 0; q < t.queries; ++q) {
         const float maximum = reduce_max(load(maxima + 16 * q));
         scratch.maximum[q] = maximum;
-        scratch.sum[q] = exponentials<fp32>(keys, begin, end, t.window,
+        scratch.sum[q] = exponentials<cache>(keys, begin, end, t.window,
                                             t.first_position + q / t.heads, maximum,
                                             scratch.scores + q * kKeysPerSegment,
                                             scratch.weights + row * q);
     }
-    if (begin < end) values_of<fp32>(t, begin, end, scratch);
+    if (begin < end) values_of<fp32>(t, keys, begin, end, scratch);
 }
 
 FORCE void pack_queries(const AttentionTile& t, int32_t* out) {
@@ -282,7 +310,7 @@ FORCE void pack_queries(const AttentionTile& t, int32_t* out) {
     }
 }
 
-template <bool fp32>
+template <CacheFormat cache>
 static void attend(const AttentionTile& t, Scratch& scratch, AttentionState* state) {
     pack_queries(t, scratch.queries);
     for (int q = 0; q < t.queries; ++q) {
@@ -292,17 +320,23 @@ static void attend(const AttentionTile& t, Scratch& scratch, AttentionState* sta
     const size_t size = static_cast<size_t>(t.queries) * t.padded_dim;
     for (size_t i = 0; i < size; ++i) state->values[i] = 0.0f;
     for (int index = t.segment_begin; index < t.segment_end; ++index) {
-        segment<fp32>(t, index, scratch);
+        segment<cache>(t, index, scratch);
         fold({scratch.maximum, scratch.sum, scratch.values}, t.queries, t.padded_dim, state);
     }
 }
 
-static void attention(const AttentionTile& t, bool fp32, AttentionState* state, uint8_t* memory) {
+static void attention(const AttentionTile& t, CacheFormat cache, AttentionState* state,
+                      uint8_t* memory) {
     Scratch scratch;
     const size_t dim = static_cast<size_t>(t.padded_dim);
     scratch.queries = reinterpret_cast<int32_t*>(memory);
     scratch.scores = reinterpret_cast<float*>(memory + kMaxQueries * dim * 4);
     scratch.weights = reinterpret_cast<uint8_t*>(scratch.scores + kMaxQueries * kKeysPerSegment);
     scratch.values = reinterpret_cast<float*>(scratch.weights + kMaxQueries * kKeysPerSegment * 4);
-    if (fp32) attend<true>(t, scratch, state); else attend<false>(t, scratch, state);
+    scratch.widened = reinterpret_cast<uint8_t*>(scratch.values + kMaxQueries * dim);
+    switch (cache) {
+        case kCacheFp32: return attend<kCacheFp32>(t, scratch, state);
+        case kCacheInt8: return attend<kCacheInt8>(t, scratch, state);
+        default: return attend<kCacheBf16>(t, scratch, state);
+    }
 }

@@ -39,6 +39,13 @@ mirror::Format format_named(const std::string& name) {
                                 "' is not one of int8, int16, rotated, bf16, fp32");
 }
 
+mirror::CacheFormat cache_named(const std::string& name) {
+    if (name == "bf16") return mirror::kCacheBf16;
+    if (name == "fp32") return mirror::kCacheFp32;
+    if (name == "int8") return mirror::kCacheInt8;
+    throw std::invalid_argument("cache '" + name + "' is not one of bf16, fp32, int8");
+}
+
 // Keeps the arrays that matrices point into.
 class NativeDecoder {
 public:
@@ -190,7 +197,7 @@ private:
 mirror::Spec make_spec(int vocab_size, int hidden_size, int intermediate_size, int layers,
                        int heads, int kv_heads, int head_dim, int max_context, float rms_eps,
                        float rope_scale, Floats frequencies, const std::vector<int>& windows,
-                       bool fp32_cache) {
+                       const std::string& cache) {
     const int sizes[] = {vocab_size, hidden_size, intermediate_size, layers, heads, kv_heads,
                          head_dim, max_context};
     for (int size : sizes) {
@@ -216,7 +223,7 @@ mirror::Spec make_spec(int vocab_size, int hidden_size, int intermediate_size, i
     return {vocab_size, hidden_size, intermediate_size, layers, heads, kv_heads, head_dim,
             max_context, rms_eps, rope_scale,
             std::vector<float>(frequencies.data(), frequencies.data() + frequencies.shape(0)),
-            windows, fp32_cache};
+            windows, cache_named(cache)};
 }
 
 float pack(Weights weights, const std::string& format, int threads, MutableBytes out) {
@@ -292,7 +299,7 @@ void bind_decoder(nb::module_& m) {
              [](NativeDecoder* self, int vocab_size, int hidden_size, int intermediate_size,
                 int layers, int heads, int kv_heads, int head_dim, int max_context, float rms_eps,
                 float rope_scale, Floats frequencies, const std::vector<int>& windows,
-                bool fp32_cache, const std::string& isa, int threads,
+                const std::string& cache, const std::string& isa, int threads,
                 const std::vector<int>& cores) {
                  if (threads < 1 || threads > 1024) {
                      throw std::invalid_argument("threads is outside 1..1024");
@@ -300,14 +307,14 @@ void bind_decoder(nb::module_& m) {
                  new (self) NativeDecoder(
                      make_spec(vocab_size, hidden_size, intermediate_size, layers, heads, kv_heads,
                                head_dim, max_context, rms_eps, rope_scale, frequencies, windows,
-                               fp32_cache),
+                               cache),
                      isa, threads, cores);
              },
              nb::kw_only(), nb::arg("vocab_size"), nb::arg("hidden_size"),
              nb::arg("intermediate_size"), nb::arg("layers"), nb::arg("heads"),
              nb::arg("kv_heads"), nb::arg("head_dim"), nb::arg("max_context"), nb::arg("rms_eps"),
              nb::arg("rope_scale"), nb::arg("frequencies").noconvert(), nb::arg("windows"),
-             nb::arg("fp32_cache"), nb::arg("isa"), nb::arg("threads"), nb::arg("cores"))
+             nb::arg("cache"), nb::arg("isa"), nb::arg("threads"), nb::arg("cores"))
         .def("set_matrix", &NativeDecoder::set_matrix, nb::arg("role"), nb::arg("layer"),
              nb::arg("data").noconvert(), nb::arg("outputs"), nb::arg("inputs"),
              nb::arg("multiplier"), nb::arg("format"))

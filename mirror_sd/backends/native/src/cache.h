@@ -52,9 +52,44 @@ static void store_kv_fp32(const float* key, const float* value, int dim, int pad
     }
 }
 
+// Codes of one key or value, 127 for its largest; returns the scale.
+FORCE float quantise_head(const float* head, int dim, int8_t* codes) {
+    int32_t top = 0;
+    for (int i = 0; i < dim; ++i) {
+        const int32_t magnitude = load32(head + i) & 0x7fffffff;
+        top = magnitude > top ? magnitude : top;
+    }
+    float largest;
+    __builtin_memcpy(&largest, &top, 4);
+    // A scale that is no number says so to every query that looks at the token.
+    if (top >= 0x7f800000) largest = __builtin_nanf("");
+    const float inverse = largest > 1e-30f ? 127.0f / largest : 0.0f;
+    for (int i = 0; i < dim; i += 16) {
+        alignas(64) float lanes[16] = {};
+        for (int j = i; j < i + 16 && j < dim; ++j) lanes[j - i] = head[j];
+        store_low8(codes + i, round(mul(load(lanes), set1(inverse))));
+    }
+    return largest / 127.0f;
+}
+
+static void store_kv_int8(const float* key, const float* value, int dim, int padded_dim, int lane,
+                          uint8_t* chunk) {
+    alignas(64) int8_t codes[512];
+    const size_t half = static_cast<size_t>(padded_dim) * kKeysPerChunk;
+    float* scales = reinterpret_cast<float*>(chunk + 2 * half);
+    scales[lane] = quantise_head(key, dim, codes);
+    for (int i = 0; i < dim; ++i) {
+        chunk[i / 2 * 32 + lane * 2 + i % 2] = static_cast<uint8_t>(codes[i]);
+    }
+    scales[kKeysPerChunk + lane] = quantise_head(value, dim, codes);
+    uint8_t* values = chunk + half + static_cast<size_t>(lane / 2) * padded_dim * 2 + lane % 2;
+    for (int i = 0; i < dim; ++i) values[2 * i] = static_cast<uint8_t>(codes[i]);
+}
+
 FORCE void store_finite_kv(const float* key, const float* value, int dim, int padded_dim, int lane,
-                           bool alone, bool fp32, uint8_t* chunk) {
-    if (fp32) return store_kv_fp32(key, value, dim, padded_dim, lane, chunk);
+                           bool alone, CacheFormat cache, uint8_t* chunk) {
+    if (cache == kCacheFp32) return store_kv_fp32(key, value, dim, padded_dim, lane, chunk);
+    if (cache == kCacheInt8) return store_kv_int8(key, value, dim, padded_dim, lane, chunk);
     alignas(64) uint16_t halves[512];
     store_bf16_row(key, dim, halves);
     int32_t* keys = reinterpret_cast<int32_t*>(chunk) + lane;
@@ -84,12 +119,12 @@ FORCE bool all_finite(const float* x, int count) {
 // user of the block left; only finite ones then add nothing. So a value that is not finite is stored
 // as zero with a key of NaN: the queries that do see it have a score of NaN.
 static void store_kv(const float* key, const float* value, int dim, int padded_dim, int lane,
-                     bool alone, bool fp32, uint8_t* chunk) {
+                     bool alone, CacheFormat cache, uint8_t* chunk) {
     if (all_finite(value, dim)) {
-        store_finite_kv(key, value, dim, padded_dim, lane, alone, fp32, chunk);
+        store_finite_kv(key, value, dim, padded_dim, lane, alone, cache, chunk);
         return;
     }
     float nan_key[512], zeros[512] = {};
     for (int i = 0; i < dim; ++i) nan_key[i] = __builtin_nanf("");
-    store_finite_kv(nan_key, zeros, dim, padded_dim, lane, alone, fp32, chunk);
+    store_finite_kv(nan_key, zeros, dim, padded_dim, lane, alone, cache, chunk);
 }

@@ -87,7 +87,8 @@ struct Decoder::Memory {
 
 size_t attention_scratch_bytes(int padded_dim) {
     const size_t dim = static_cast<size_t>(padded_dim);
-    return kMaxQueries * (dim * 4 + kKeysPerSegment * 4 + kKeysPerSegment * 4 + dim * 4);
+    const size_t widened = kKeysPerSegment * dim * 4;  // 16 keys and values, two bytes a number
+    return kMaxQueries * (dim * 4 + kKeysPerSegment * 4 + kKeysPerSegment * 4 + dim * 4) + widened;
 }
 
 Decoder::Decoder(Spec spec, const KernelTable& kernels, int threads, const std::vector<int>& cores)
@@ -104,7 +105,7 @@ Decoder::Decoder(Spec spec, const KernelTable& kernels, int threads, const std::
     inner_ = round_up(spec_.intermediate_size, kGroup);
     qkv_stride_ = round_up((spec_.heads + 2 * spec_.kv_heads) * spec_.head_dim, kStrip);
     padded_dim_ = round_up(spec_.head_dim, kStrip);
-    unit_size_ = spec_.fp32_cache ? 1 : 2;
+    unit_size_ = spec_.cache == kCacheFp32 ? 1 : 2;
     units_ = padded_dim_ / unit_size_;
     memory_ = std::make_shared<Memory>();
     memory_->threads.resize(static_cast<size_t>(threads));
@@ -153,7 +154,7 @@ void Decoder::check_weights() const {
 
 size_t Decoder::kv_bytes_per_block(int block_size) const {
     const size_t chunks = static_cast<size_t>(round_up(block_size, kKeysPerChunk) / kKeysPerChunk);
-    return chunks * static_cast<size_t>(units_) * 128 * static_cast<size_t>(spec_.kv_heads) *
+    return chunks * chunk_bytes(spec_.cache, units_) * static_cast<size_t>(spec_.kv_heads) *
            static_cast<size_t>(spec_.layers);
 }
 
@@ -448,7 +449,7 @@ void Decoder::rotate_and_cache(const Batch& batch, int index, int row) {
         kernels_.rotate_head(v, dim, norm.empty() ? nullptr : norm.data(), spec_.rms_eps, cosines,
                              sines);
         if (head >= spec_.heads) continue;
-        kernels_.store_units(v, dim, units_, spec_.fp32_cache,
+        kernels_.store_units(v, dim, units_, spec_.cache == kCacheFp32,
                              queries + static_cast<size_t>(head) * unit_bytes);
     }
     const int sequence = tiles_[static_cast<size_t>(tile_of_row_[static_cast<size_t>(row)])].sequence;
@@ -462,7 +463,7 @@ void Decoder::rotate_and_cache(const Batch& batch, int index, int row) {
         const float* key = qkv + static_cast<size_t>(spec_.heads + head) * dim;
         const float* value = key + static_cast<size_t>(spec_.kv_heads) * dim;
         kernels_.store_kv(key, value, dim, padded_dim_, slot % kKeysPerChunk, alone,
-                          spec_.fp32_cache, block + chunk * unit_bytes * 32);
+                          spec_.cache, block + chunk * chunk_bytes(spec_.cache, units_));
     }
 }
 
@@ -474,16 +475,16 @@ void Decoder::fetch_slot(const Batch& batch, int layer, int row) const {
     const int slot = position % block_size_;
     const uint8_t* block = cache_of(
         layer, batch.tables[static_cast<size_t>(sequence)][position / block_size_]);
-    const size_t chunk_bytes = static_cast<size_t>(units_) * 128;
+    const size_t bytes = chunk_bytes(spec_.cache, units_);
+    const size_t key_bytes = static_cast<size_t>(units_) * (spec_.cache == kCacheInt8 ? 32 : 64);
+    const size_t row_bytes = key_bytes / static_cast<size_t>(kKeysPerChunk / unit_size_);
     for (int head = 0; head < spec_.kv_heads; ++head) {
         const uint8_t* chunk =
-            block + static_cast<size_t>(head * chunks_per_block_ + slot / kKeysPerChunk) * chunk_bytes;
-        for (int unit = 0; unit < units_; ++unit) __builtin_prefetch(chunk + 64 * unit, 1, 2);
-        const int lines = padded_dim_ / 16;
+            block + static_cast<size_t>(head * chunks_per_block_ + slot / kKeysPerChunk) * bytes;
+        for (size_t at = 0; at < key_bytes; at += 64) __builtin_prefetch(chunk + at, 1, 2);
         const uint8_t* values =
-            chunk + chunk_bytes / 2 +
-            static_cast<size_t>(slot % kKeysPerChunk / unit_size_ * lines) * 64;
-        for (int line = 0; line < lines; ++line) __builtin_prefetch(values + 64 * line, 1, 2);
+            chunk + key_bytes + static_cast<size_t>(slot % kKeysPerChunk / unit_size_) * row_bytes;
+        for (size_t at = 0; at < row_bytes; at += 64) __builtin_prefetch(values + at, 1, 2);
     }
 }
 
@@ -493,7 +494,8 @@ void Decoder::fetch_ahead(const Batch& batch, int layer, const AttentionTask& ta
     const int32_t* table = batch.tables[static_cast<size_t>(tile.sequence)];
     const int last = batch.positions[tile.first_row + tile.rows - 1] / block_size_;
     const int first = task.segment_begin * kKeysPerSegment / kKeysPerChunk / chunks_per_block_;
-    const size_t head_bytes = static_cast<size_t>(chunks_per_block_) * units_ * 128;
+    const size_t head_bytes =
+        static_cast<size_t>(chunks_per_block_) * chunk_bytes(spec_.cache, units_);
     const size_t wanted = std::min<size_t>(head_bytes, 16384);
     for (int i = first; i <= std::min(last, first + kBlocksAhead - 1); ++i) {
         const uint8_t* at =
@@ -523,7 +525,8 @@ void Decoder::attend(int thread, const Batch& batch, int layer, const AttentionT
     t.cache = cache_of(layer, 0);
     t.table = batch.tables[static_cast<size_t>(tile.sequence)];
     t.block_bytes = block_bytes_;
-    t.head_offset = static_cast<size_t>(task.kv_head) * chunks_per_block_ * units_ * 128;
+    t.head_offset = static_cast<size_t>(task.kv_head) * chunks_per_block_ *
+                    chunk_bytes(spec_.cache, units_);
     t.chunks_per_block = chunks_per_block_;
     t.block_size = block_size_;
     t.units = units_;
@@ -541,7 +544,7 @@ void Decoder::attend(int thread, const Batch& batch, int layer, const AttentionT
     AttentionState into = task.slot >= 0
                               ? slot_state(task.slot)
                               : AttentionState{state, state + kMaxQueries, state + 2 * kMaxQueries};
-    kernels_.attention(t, spec_.fp32_cache, &into, own.scratch.data());
+    kernels_.attention(t, spec_.cache, &into, own.scratch.data());
     if (task.slot < 0) finish_rows(tile, task.kv_head, into);
 }
 

@@ -18,7 +18,7 @@ struct Spec {
     float rope_scale;              // of the cosines and sines
     std::vector<float> frequencies;  // [head_dim / 2] radians per position
     std::vector<int> windows;      // per layer, 0 for full attention
-    bool fp32_cache;
+    CacheFormat cache;
 };
 
 struct Layer {

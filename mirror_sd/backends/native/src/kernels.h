@@ -34,6 +34,15 @@ constexpr int kRowNumbers = 4;
 // 8 bits hold it twice as well (Ashkboos et al., QuaRot, 2024). A group of 4-bit codes stays exact.
 enum Format { kInt8 = 0, kInt16 = 1, kBf16 = 2, kFp32 = 3, kRotated = 4, kFormats = 5 };
 
+// Number format of keys and values in the cache.
+enum CacheFormat { kCacheBf16 = 0, kCacheFp32 = 1, kCacheInt8 = 2 };
+
+// Bytes of 16 keys and values of one KV head; a unit is four bytes of a key as queries meet it.
+constexpr size_t chunk_bytes(CacheFormat format, int units) {
+    return static_cast<size_t>(units) * (format == kCacheInt8 ? 64 : 128) +
+           (format == kCacheInt8 ? 128 : 0);
+}
+
 constexpr size_t strip_group_bytes(Format format) {
     return format == kBf16 ? 2048 : format == kFp32 ? 4096 : 1152;
 }
@@ -101,7 +110,7 @@ struct KernelTable {
     void (*normalise)(const float* x, const float* weight, int size, float eps, float* y);
     void (*quantise)(const float* x, int row, const Tiles& out, Format format);
     // scratch: at least attention_scratch_bytes.
-    void (*attention)(const AttentionTile&, bool fp32, AttentionState* state, uint8_t* scratch);
+    void (*attention)(const AttentionTile&, CacheFormat, AttentionState* state, uint8_t* scratch);
     // Folds segment states, in order, into `state`.
     void (*fold)(const AttentionState& segment, int queries, int padded_dim, AttentionState* state);
     // Norm (if `norm`) and rotary positions of one head in place; sizes in floats.
@@ -112,7 +121,7 @@ struct KernelTable {
     // One token's key and value of one KV head into lane `lane` of its chunk. `alone`: no later
     // token of the batch follows in the chunk.
     void (*store_kv)(const float* key, const float* value, int dim, int padded_dim, int lane,
-                     bool alone, bool fp32, uint8_t* chunk);
+                     bool alone, CacheFormat, uint8_t* chunk);
     uint64_t (*read)(const uint8_t* p, size_t bytes);
 };
 

@@ -66,6 +66,9 @@ FORCE void store_low16(uint16_t* p, I x) {
 FORCE void store_low8(int8_t* p, I x) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(x));
 }
+FORCE I widen8(const int8_t* p) {
+    return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
 FORCE F bf16_to_float(const uint16_t* p) {
     const __m256i raw = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
     return floats(_mm512_slli_epi32(_mm512_cvtepu16_epi32(raw), 16));
@@ -155,6 +158,10 @@ FORCE void store_low8(int8_t* p, I x) {
     alignas(32) int32_t lanes[16];
     istore(lanes, x);
     for (int i = 0; i < 16; ++i) p[i] = static_cast<int8_t>(lanes[i]);
+}
+FORCE I widen8(const int8_t* p) {
+    const __m128i raw = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    return {_mm256_cvtepi8_epi32(raw), _mm256_cvtepi8_epi32(_mm_srli_si128(raw, 8))};
 }
 FORCE F bf16_to_float(const uint16_t* p) {
     const __m128i* q = reinterpret_cast<const __m128i*>(p);
@@ -278,6 +285,11 @@ FORCE void store_low16(uint16_t* p, I x) {
 }
 FORCE void store_low8(int8_t* p, I x) {
     for (int i = 0; i < 16; ++i) p[i] = static_cast<int8_t>(x[i]);
+}
+FORCE I widen8(const int8_t* p) {
+    I x;
+    for (int i = 0; i < 16; ++i) x[i] = p[i];
+    return x;
 }
 FORCE F bf16_to_float(const uint16_t* p) {
     U raw;

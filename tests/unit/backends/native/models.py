@@ -52,6 +52,7 @@ PLANS = {
         INT8, wide=frozenset({"qkv", "output", "gate_up", "down", "head", "embedding"})
     ),
     "int8, some inputs wide": replace(INT8, wide=frozenset({"qkv", "down.1"})),
+    "int8, int8 cache": replace(INT8, kv="int8"),
     "int8 in a bf16 head": replace(INT8, head="bf16", wide=frozenset()),
 }
 

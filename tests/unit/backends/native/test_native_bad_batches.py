@@ -212,7 +212,7 @@ def test_a_decoder_without_all_its_weights_does_not_run() -> None:
         rope_scale=1.0,
         frequencies=np.ones(4, np.float32),
         windows=[0],
-        fp32_cache=True,
+        cache="fp32",
         isa="portable",
         threads=1,
         cores=[],
