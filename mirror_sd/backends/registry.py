@@ -114,11 +114,11 @@ def _torch_precision(setting: Setting) -> str:
 
 
 def _torch(files: ModelFiles, setting: Setting) -> Backend:
+    precision = _torch_precision(setting)  # before what takes seconds to import
     from mirror_sd.backends.torch_backend import TorchBackend
     from mirror_sd.uir import program
     from mirror_sd.uir.precision_plan import PrecisionPlan
 
-    precision = _torch_precision(setting)
     _prepare_torch(setting.device, setting.threads)
     try:
         lowered = program.load(files, PrecisionPlan.of(precision), setting.max_context)
@@ -133,9 +133,9 @@ def _unsupported(error: UnsupportedModel, files: ModelFiles, setting: Setting) -
 
 
 def _transformers(files: ModelFiles, setting: Setting) -> Backend:
+    precision = _torch_precision(setting)  # before what takes seconds to import
     from mirror_sd.backends.transformers_backend import TransformersBackend
 
-    precision = _torch_precision(setting)
     _prepare_torch(setting.device, setting.threads)
     return TransformersBackend(files, setting.device, precision, setting.max_context)
 

@@ -10,11 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
 
 from mirror_sd import model_store, openmp
 from mirror_sd.backends.protocol import Backend, RaggedBatch
 from mirror_sd.errors import ModelError
 from mirror_sd.model_store import ModelFiles
+from mirror_sd.uir import tokenizer_files
 
 # Before torch is imported: other tests may share the cores.
 os.environ.update(openmp.environment(len(os.sched_getaffinity(0))))
@@ -38,6 +40,23 @@ def default_model() -> ModelFiles:
         return model_store.resolve(DEFAULT)
     except ModelError:
         return model_store.pull(DEFAULT, print)
+
+
+@pytest.fixture(scope="session")
+def tokenizer(default_model: ModelFiles, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    target = tmp_path_factory.mktemp("tokenizer")
+    tokenizer_files.export(default_model, target)
+    return Tokenizer.from_file(str(target / "tokenizer.json"))
+
+
+@pytest.fixture(scope="session")
+def transformers_model(default_model: ModelFiles) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(
+        str(default_model.path.parent), gguf_file=default_model.path.name, dtype=torch.float32
+    ).eval()
 
 
 @dataclass

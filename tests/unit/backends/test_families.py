@@ -1,10 +1,11 @@
-"""Every family and option, in torch and in the reference, against transformers."""
+"""Every family and option, in each engine of ours, against transformers."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -49,29 +50,43 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("engine", ["torch", "reference"])
+@pytest.mark.parametrize("engine", ["native", "torch", "reference"])
 @pytest.mark.parametrize("case", CASES)
 def test_fp32_logits_equal_those_of_transformers(
-    tiny_model: Callable[..., Any], whole: Callable[..., np.ndarray], case: str, engine: str
+    tiny_model: Callable[..., Any],
+    whole: Callable[..., np.ndarray],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    case: str,
+    engine: str,
 ) -> None:
+    monkeypatch.setenv("MIRROR_SD_CACHE", str(tmp_path))
     config, options = CASES[case]
     tiny = tiny_model(config, **options)
     backend = registry.create(
         engine, tiny.files, device="cpu", precision="fp32", threads=2, max_context=None
     )
+    assert backend.capabilities.name == engine
     expected = tiny.logits(IDS)
     assert np.abs(expected).max() > 3  # else the tolerance would prove little
     np.testing.assert_allclose(whole(backend, IDS), expected, atol=2e-4)
 
 
+@pytest.mark.parametrize("engine", ["native", "torch"])
 @pytest.mark.parametrize("case", ["llama", "qwen2", "qwen3", "mistral, window"])
 def test_bf16_is_at_least_as_exact_as_that_of_transformers(
-    tiny_model: Callable[..., Any], whole: Callable[..., np.ndarray], case: str
+    tiny_model: Callable[..., Any],
+    whole: Callable[..., np.ndarray],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    case: str,
+    engine: str,
 ) -> None:
+    monkeypatch.setenv("MIRROR_SD_CACHE", str(tmp_path))
     config, options = CASES[case]
     tiny = tiny_model(config, **options)
     backend = registry.create(
-        "torch", tiny.files, device="cpu", precision="bf16", threads=2, max_context=None
+        engine, tiny.files, device="cpu", precision="bf16", threads=2, max_context=None
     )
     expected = tiny.logits(IDS)
     error = np.abs(whole(backend, IDS) - expected).mean()

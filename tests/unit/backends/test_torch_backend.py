@@ -15,7 +15,6 @@ from tokenizers import Tokenizer
 from mirror_sd.backends import registry
 from mirror_sd.backends.protocol import Backend, RaggedBatch
 from mirror_sd.model_store import ModelFiles
-from mirror_sd.uir import tokenizer_files
 
 LICENSE = Path(__file__).parents[3] / "LICENSE"
 PROMPTS = [
@@ -23,22 +22,6 @@ PROMPTS = [
     "def fibonacci(n):\n",
     "你好，请问退货需要多长时间？",
 ]
-
-
-@pytest.fixture(scope="module")
-def tokenizer(default_model: ModelFiles, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    target = tmp_path_factory.mktemp("tokenizer")
-    tokenizer_files.export(default_model, target)
-    return Tokenizer.from_file(str(target / "tokenizer.json"))
-
-
-@pytest.fixture(scope="module")
-def transformers_model(default_model: ModelFiles) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(
-        str(default_model.path.parent), gguf_file=default_model.path.name, dtype=torch.float32
-    ).eval()
 
 
 def created(files: ModelFiles, precision: str) -> Backend:
