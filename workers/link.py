@@ -41,6 +41,9 @@ from mirror_sd.messages import (
 
 _log = logging.getLogger(__name__)
 
+# As a plain number: an operator of an enum runs Python code.
+_POLLIN = int(zmq.POLLIN)
+
 _HIGH_WATER = 10_000
 # Outputs that are joined: a step's, or what gathered while the broker took nothing.
 _JOIN_LIMIT = 256
@@ -154,10 +157,12 @@ class Link(threading.Thread):
                 wanted |= zmq.POLLIN
             poller.register(socket, wanted)
             wait_s = max(next_beat - time.monotonic(), 0.0)
-            poller.poll(int(1e3 * (min(wait_s, 0.05) if self._closing.is_set() else wait_s)) + 1)
-            with suppress(BlockingIOError):
+            wait_s = min(wait_s, 0.05) if self._closing.is_set() else wait_s
+            ready = dict(poller.poll(int(1e3 * wait_s) + 1))
+            if self._wake_fd in ready:
                 os.eventfd_read(self._wake_fd)
-            self._receive(socket)
+            if ready.get(socket, 0) & _POLLIN:
+                self._receive(socket)
             if time.monotonic() >= next_beat:
                 next_beat = time.monotonic() + self._heartbeat_s
                 self._send_beat(socket)
@@ -215,17 +220,16 @@ class Link(threading.Thread):
 
     def _receive(self, socket: zmq.Socket[bytes]) -> None:
         for _ in range(_POLL_LIMIT):
-            if self.inbox.qsize() >= _INBOX_LIMIT:
-                return
-            try:
-                frames = socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            message = self._read(frames)
+            message = self._read(socket.recv_multipart(zmq.NOBLOCK))
             if isinstance(message, Submit | Cancel | Reset | Drain):
                 self.inbox.put(message)
             elif isinstance(message, Welcome):
                 _log.info("registered with broker %s", message.instance)
+            if self.inbox.qsize() >= _INBOX_LIMIT:
+                return
+            # Asked, not tried: the exception of an empty socket costs more than a frame.
+            if not int(socket.getsockopt(zmq.EVENTS)) & _POLLIN:
+                return
 
     def _read(self, frames: list[bytes]) -> AnyMessage | None:
         try:

@@ -48,6 +48,8 @@ ENGINE_BROKE = 70
 # Frames kept for a broker that takes none; past it the sequences are given up, as after a Reset.
 _BACKLOG_LIMIT = 20_000
 _IDLE_S = 1.0
+# Between writes of the gauges while busy: each costs as much as sending a step's outputs.
+_PUBLISH_S = 0.25
 _FLUSH_S = 2.0
 
 
@@ -76,6 +78,7 @@ class Worker:
         self._is_draining = False
         self._is_checked = True
         self._stats = engine.stats()
+        self._publish_at = clock()
         self._gauges = Gauges(device_class, engine.capabilities)
         self.link = Link(
             endpoint, registration(engine, worker_id, device_class, pid), heartbeat_s, self._load
@@ -214,7 +217,10 @@ class Worker:
 
     def _publish(self) -> None:
         self._stats = self._engine.stats()
-        self._gauges.set(self._stats)
+        now = self._clock()
+        if now >= self._publish_at or not self._engine.has_work:
+            self._publish_at = now + _PUBLISH_S
+            self._gauges.set(self._stats)
 
     def _load(self) -> Heartbeat:
         stats = self._stats

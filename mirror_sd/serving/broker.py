@@ -30,6 +30,13 @@ from mirror_sd.serving.switchboard import Switchboard
 
 _log = logging.getLogger(__name__)
 
+# As plain numbers: an operator of an enum runs Python code, and these run for every frame.
+_POLLIN = int(zmq.POLLIN)
+_EVENTS = int(zmq.EVENTS)
+_RCVMORE = int(zmq.RCVMORE)
+_NOBLOCK = int(zmq.NOBLOCK)
+_NOBLOCK_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
+
 # Frames taken from one side before the other gets its turn.
 _TURN = 256
 _GOODBYE_MS = 200
@@ -73,6 +80,7 @@ class Broker:
                 file.unlink(missing_ok=True)
             socket.close(linger=_GOODBYE_MS if self._drain_until is not None else 0)
         self._watch.close()
+        # The eventfd stays: a late signal may still write to it.
         self._context.term()
 
     def serve(self) -> None:
@@ -84,11 +92,15 @@ class Broker:
 
     def run_once(self) -> None:
         """Wait for frames, a death or the next tick, and act on it."""
-        self._poller.poll(max(1, math.ceil((self._next_tick - self._clock()) * 1e3)))
-        self._receive("gateway", self._switchboard.from_gateway)
-        self._receive("worker", self._switchboard.from_worker)
-        self._notice_deaths()
-        self._begin_drain_if_asked()
+        wait_ms = max(1, math.ceil((self._next_tick - self._clock()) * 1e3))
+        ready = {source for source, _ in self._poller.poll(wait_ms)}
+        for side, socket in self._sockets.items():
+            if socket in ready:
+                self._receive(side, socket)
+        if self._watch.fileno() in ready:
+            self._notice_deaths()
+        if self._wake_fd in ready:
+            self._begin_drain()
         self._tick_if_due()
         self._switchboard.dispatch()
         self._flush()
@@ -99,9 +111,7 @@ class Broker:
         with suppress(BlockingIOError):
             os.eventfd_write(self._wake_fd, 1)
 
-    def _begin_drain_if_asked(self) -> None:
-        if self._stops_asked == 0:
-            return
+    def _begin_drain(self) -> None:
         with suppress(BlockingIOError):
             os.eventfd_read(self._wake_fd)
         now = self._clock()
@@ -118,17 +128,20 @@ class Broker:
         is_over = self._switchboard.is_idle and not self._switchboard.outbox
         return is_over or self._clock() >= self._drain_until
 
-    def _receive(self, side: Side, handle: Callable[[bytes, bytes], None]) -> None:
-        socket = self._sockets[side]
+    def _receive(self, side: Side, socket: zmq.Socket[bytes]) -> None:
+        board = self._switchboard
+        handle = board.from_gateway if side == "gateway" else board.from_worker
         for _ in range(_TURN):
-            # Asked, not tried: the exception of an empty socket costs more than a frame.
-            if not int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-                return
-            identity, *frames = socket.recv_multipart(zmq.NOBLOCK)
-            if len(frames) == 1:
-                handle(identity, frames[0])
+            identity = socket.recv(_NOBLOCK)
+            frame = socket.recv(_NOBLOCK)
+            if socket.getsockopt(_RCVMORE):
+                parts = 1 + len(socket.recv_multipart(_NOBLOCK))
+                board.drop_frame(side, identity, f"{parts} parts, not one")
             else:
-                self._switchboard.drop_frame(side, identity, f"{len(frames)} parts, not one")
+                handle(identity, frame)
+            # Asked, not tried: the exception of an empty socket costs more than a frame.
+            if not int(socket.getsockopt(_EVENTS)) & _POLLIN:
+                return
 
     def _notice_deaths(self) -> None:
         for pid in self._watch.dead():
@@ -146,8 +159,10 @@ class Broker:
         outbox = self._switchboard.outbox
         while outbox:
             side, identity, frame = outbox.pop()
+            socket = self._sockets[side]
             try:
-                self._sockets[side].send_multipart([identity, frame], zmq.NOBLOCK)
+                socket.send(identity, _NOBLOCK_MORE)
+                socket.send(frame, _NOBLOCK)
             except zmq.Again:
                 self._switchboard.unreachable(side, identity, "it reads nothing")
             except zmq.ZMQError as error:

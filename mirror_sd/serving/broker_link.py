@@ -27,6 +27,11 @@ from mirror_sd.serving import endpoint
 
 _log = logging.getLogger(__name__)
 
+# As plain numbers: an operator of an enum runs Python code, and these run for every frame.
+_POLLIN = int(zmq.POLLIN)
+_EVENTS = int(zmq.EVENTS)
+_NOBLOCK = int(zmq.NOBLOCK)
+
 # Frames taken before other tasks get their turn.
 _TURN = 256
 _GOODBYE_MS = 200
@@ -111,7 +116,7 @@ class BrokerLink:
         # In order: a cancel must not overtake its submit.
         with suppress(zmq.Again):
             while self._unsent and self.connected.is_set():
-                self._socket.send(self._unsent[0], zmq.NOBLOCK)
+                self._socket.send(self._unsent[0], _NOBLOCK)
                 self._unsent.popleft()
         # Sending may take away the sign that something has come.
         if _has_input(self._socket):
@@ -126,15 +131,15 @@ class BrokerLink:
                 is_empty = not _has_input(self._socket)
                 if is_empty:
                     return
-                self._handle(self._socket.recv_multipart(zmq.NOBLOCK))
+                self._handle(self._socket.recv(_NOBLOCK))
         finally:
             # ZeroMQ gives a sign when something comes, not while something is there.
             if not is_empty:
                 self._loop.call_soon(self._receive)
 
-    def _handle(self, parts: list[bytes]) -> None:
+    def _handle(self, frame: bytes) -> None:
         try:
-            message = messages.decode(parts[0])
+            message = messages.decode(frame)
         except ProtocolError as error:
             # A chunk that is lost here shows as a gap, and is asked for again.
             _log.error("frame from the broker dropped: %s", error)
@@ -172,7 +177,7 @@ def _fd(socket: zmq.Socket[bytes]) -> int:
 
 def _has_input(socket: zmq.Socket[bytes]) -> bool:
     # Asked, not tried: the exception of an empty socket costs more than a frame.
-    return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+    return bool(int(socket.getsockopt(_EVENTS)) & _POLLIN)
 
 
 def _report_death(task: asyncio.Task[None]) -> None:
