@@ -20,8 +20,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def stack() -> Iterator[Stack]:
-    """One stack in fp32, where every answer is exact; tests that use it must not harm it."""
-    with started(["pools.cpu.precision=fp32"]) as running:
+    """One stack as it is started without settings; tests that use it must not harm it."""
+    with started([]) as running:
         yield running
 
 

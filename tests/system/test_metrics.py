@@ -9,6 +9,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from mirror_sd.backends.native.native_backend import chosen_isa
 from tests.system.stack import MODEL, Stack, until
 
 BODY = {
@@ -83,7 +84,19 @@ def test_a_refused_request_is_counted_by_its_status(stack: Stack, http: httpx.Cl
 def test_free_and_used_blocks_add_up_and_idle_uses_none(stack: Stack) -> None:
     until(stack.idle, 2.0, "idle")
     assert stack.total("mirror_worker_kv_blocks_free") > 100
-    assert stack.total("mirror_worker_engine_info", **{"class": "cpu", "precision": "fp32"}) == 1
+
+
+def test_the_engine_of_each_worker_is_told(stack: Stack) -> None:
+    [labels] = [
+        labels for name, labels, _ in stack.samples() if name == "mirror_worker_engine_info"
+    ]
+    assert labels == {
+        "class": "cpu",
+        "engine": "native",
+        "precision": "int8",
+        "isa": chosen_isa(),
+        "bit_stable": "true",
+    }
 
 
 def test_help_and_type_stand_once_for_each_family(stack: Stack) -> None:

@@ -23,8 +23,8 @@ SEEDED: dict[str, Any] = {"temperature": 0.9, "seed": 77}
 
 @pytest.fixture(scope="module")
 def mortal() -> Iterator[Stack]:
-    """A stack in fp32 of which every process may be killed."""
-    with started(["pools.cpu.precision=fp32"]) as running:
+    """A stack of which every process may be killed."""
+    with started([]) as running:
         yield running
 
 
