@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from mirror_sd.backends import registry
+from tests.unit.speculative.choosers import needs_native
 
 IDS = np.random.default_rng(1).integers(0, 160, 100)
 LLAMA3 = {
@@ -50,7 +51,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("engine", ["native", "torch", "reference"])
+@pytest.mark.parametrize(
+    "engine", [pytest.param("native", marks=needs_native), "torch", "reference"]
+)
 @pytest.mark.parametrize("case", CASES)
 def test_fp32_logits_equal_those_of_transformers(
     tiny_model: Callable[..., Any],
@@ -72,7 +75,7 @@ def test_fp32_logits_equal_those_of_transformers(
     np.testing.assert_allclose(whole(backend, IDS), expected, atol=2e-4)
 
 
-@pytest.mark.parametrize("engine", ["native", "torch"])
+@pytest.mark.parametrize("engine", [pytest.param("native", marks=needs_native), "torch"])
 @pytest.mark.parametrize("case", ["llama", "qwen2", "qwen3", "mistral, window"])
 def test_bf16_is_at_least_as_exact_as_that_of_transformers(
     tiny_model: Callable[..., Any],
