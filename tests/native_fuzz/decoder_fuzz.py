@@ -3,6 +3,7 @@ TypeError or ValueError. `python -m tests.native_fuzz.decoder_fuzz SECONDS [SEED
 
 from __future__ import annotations
 
+import faulthandler
 import sys
 import time
 from collections import Counter
@@ -199,6 +200,7 @@ class Fuzz:
 
 def main() -> None:
     seconds = float(sys.argv[1])
+    faulthandler.dump_traceback_later(4 * seconds + 120, exit=True)  # a call that hangs is an error
     seed = int(sys.argv[2]) if len(sys.argv) > 2 else time.time_ns() % 2**32
     print("seed", seed, flush=True)
     fuzz = Fuzz(np.random.default_rng(seed))

@@ -3,6 +3,7 @@ errors it promises. `python -m tests.native_fuzz.sampling_fuzz SECONDS [SEED]`""
 
 from __future__ import annotations
 
+import faulthandler
 import sys
 import time
 from collections import Counter
@@ -79,6 +80,7 @@ def one_call(rng: np.random.Generator) -> str:
 
 def main() -> None:
     seconds = float(sys.argv[1])
+    faulthandler.dump_traceback_later(4 * seconds + 120, exit=True)  # a call that hangs is an error
     seed = int(sys.argv[2]) if len(sys.argv) > 2 else time.time_ns() % 2**32
     print("seed", seed, flush=True)
     rng = np.random.default_rng(seed)
