@@ -46,6 +46,14 @@ mirror::CacheFormat cache_named(const std::string& name) {
     throw std::invalid_argument("cache '" + name + "' is not one of bf16, fp32, int8");
 }
 
+// numpy lets an array begin at any byte. Packed bytes hold scales of two.
+template <typename Array>
+void check_alignment(const Array& array, const char* what) {
+    if (reinterpret_cast<uintptr_t>(array.data()) % alignof(int32_t) != 0) {
+        throw std::invalid_argument(std::string(what) + " is not aligned");
+    }
+}
+
 // Keeps the arrays that matrices point into.
 class NativeDecoder {
 public:
@@ -57,6 +65,7 @@ public:
                     float multiplier, const std::string& format_name) {
         const mirror::Format format = format_named(format_name);
         if (outputs < 1 || inputs < 1) throw std::invalid_argument(role + " has no elements");
+        check_alignment(data, "the packed array");
         const size_t needed = mirror::packed_bytes(format, outputs, inputs);
         if (data.shape(0) != needed) {
             throw std::invalid_argument(role + ": " + std::to_string(data.shape(0)) +
@@ -74,6 +83,7 @@ public:
     }
 
     void set_vector(const std::string& role, int layer, Floats data) {
+        check_alignment(data, "the vector");
         sealed_ = false;
         std::vector<float> values(data.data(), data.data() + data.shape(0));
         const bool bias = role == "qkv_bias" || role == "output_bias";
@@ -126,6 +136,9 @@ public:
         batch.logit_rows = logit_rows.data();
         batch.tokens = length(token_ids, "token_ids");
         batch.rows = length(logit_rows, "logit_rows");
+        length(positions, "positions");
+        length(offsets, "sequence_offsets");
+        check_alignment(logits, "logits");
         if (batch.tokens == 0 || positions.shape(0) != token_ids.shape(0)) {
             throw std::invalid_argument(std::to_string(token_ids.shape(0)) + " token ids with " +
                                         std::to_string(positions.shape(0)) + " positions");
@@ -164,6 +177,7 @@ private:
     }
 
     static int length(const Ints& values, const char* what) {
+        check_alignment(values, what);
         if (values.shape(0) > 1u << 24) {
             throw std::invalid_argument(std::string(what) + " is too long");
         }
@@ -200,6 +214,7 @@ mirror::Spec make_spec(int vocab_size, int hidden_size, int intermediate_size, i
                        const std::string& cache) {
     const int sizes[] = {vocab_size, hidden_size, intermediate_size, layers, heads, kv_heads,
                          head_dim, max_context};
+    check_alignment(frequencies, "frequencies");
     for (int size : sizes) {
         if (size < 1 || size > 1 << 24) {
             throw std::invalid_argument("a dimension of " + std::to_string(size) +
@@ -230,6 +245,8 @@ float pack(Weights weights, const std::string& format, int threads, MutableBytes
     const int outputs = static_cast<int>(weights.shape(0));
     const int inputs = static_cast<int>(weights.shape(1));
     const mirror::Format kind = format_named(format);
+    check_alignment(weights, "weights");
+    check_alignment(out, "the packed array");
     if (outputs < 1 || inputs < 1 || out.shape(0) != mirror::packed_bytes(kind, outputs, inputs)) {
         throw std::invalid_argument("the packed array has the wrong size");
     }
