@@ -20,6 +20,7 @@ from mirror_sd.bench import (
     plot,
     prompts,
     quality,
+    serve,
 )
 from mirror_sd.bench import http as http_path
 from mirror_sd.bench.options import (
@@ -43,6 +44,7 @@ app = typer.Typer(no_args_is_help=True, help="Measure speed and exactness on thi
 app.command("peers")(peers_command.peers)
 app.command("plot")(plot.command)
 app.command("memory")(memory.command)
+app.command("serve")(serve.command)
 
 
 def _prepare(
