@@ -19,6 +19,8 @@ from tests.system.stack import MODEL, Stack, started, until
 PROMPT = "The harbour master wrote in his diary every evening. On Monday he wrote:"
 GREEDY: dict[str, Any] = {"temperature": 0}
 SEEDED: dict[str, Any] = {"temperature": 0.9, "seed": 77}
+# Without its end tokens an answer lasts as long as it is asked to.
+ENDLESS: dict[str, Any] = GREEDY | {"logit_bias": {"0": -100, "2": -100}}
 
 
 @pytest.fixture(scope="module")
@@ -102,10 +104,10 @@ def test_a_gateway_that_dies_before_it_answered_is_replaced_by_the_other(mortal:
 
     def ask() -> None:
         with mortal.http() as http:
-            answers.append(undisturbed(http, GREEDY, 64))
+            answers.append(undisturbed(http, ENDLESS, 2000))
 
     with mortal.http() as http:
-        expected = undisturbed(http, GREEDY, 64)
+        expected = undisturbed(http, ENDLESS, 2000)
     retries = mortal.total("mirror_edge_retries_total")
     # Least in flight: of two at once, each gateway has one.
     threads = [threading.Thread(target=ask) for _ in range(2)]
