@@ -53,7 +53,8 @@ PLANS = {
     ),
     "int8, some inputs wide": replace(INT8, wide=frozenset({"qkv", "down.1"})),
     "int8, int8 cache": replace(INT8, kv="int8"),
-    "int8 in a bf16 head": replace(INT8, head="bf16", wide=frozenset()),
+    "int8, a bf16 head": replace(INT8, head="bf16"),
+    "bf16, int8 cache": replace(BF16, kv="int8"),
 }
 
 

@@ -27,8 +27,8 @@ ISAS = _native.available_isas()
 X86 = [isa for isa in ISAS if isa != "portable"]
 # The products of bf16 and of integers are exact, and every set adds them in the same order. Only
 # fp32 products differ: without FMA the portable set rounds twice. In int8 that turns a few codes.
-PORTABLE_BOUNDS = {"fp32": 3e-6, "bf16": 1e-3, "int8": 0.02}
-KV = ["fp32", "bf16"]
+PORTABLE_BOUNDS = {"fp32": 3e-6, "bf16": 1e-3, "int8": 0.03}
+KV = ["fp32", "bf16", "int8"]
 
 
 @functools.cache
@@ -50,7 +50,7 @@ def test_all_sets_with_fma_give_the_same_bits(plan: str, kv: str) -> None:
 def test_the_portable_set_is_near_the_others(plan: str, kv: str) -> None:
     expected, got = logits_of(ISAS[0], plan, kv), logits_of("portable", plan, kv)
     error = np.linalg.norm(got - expected) / np.linalg.norm(expected)
-    coarsest = "bf16" if (plan, kv) == ("fp32", "bf16") else PLANS[plan].weights
+    coarsest = max(kv, PLANS[plan].weights, key=list(PORTABLE_BOUNDS).index)
     assert error < PORTABLE_BOUNDS[coarsest]
 
 
