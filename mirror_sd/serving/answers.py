@@ -26,6 +26,7 @@ from mirror_sd.serving.text_thread import TextThread
 
 _log = logging.getLogger(__name__)
 RECEIVE = "mirror_sd.receive"
+SEND = "mirror_sd.send"
 _TENANT = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _SSE_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
@@ -95,7 +96,12 @@ class _Answers:
                 response.content_type = "text/event-stream; charset=utf-8"
                 response.set_headers(_SSE_HEADERS)
                 response.stream = EventStream(
-                    plan, generation, first, on_end=partial(_count, caller), on_close=release
+                    plan,
+                    generation,
+                    first,
+                    request.scope[SEND],
+                    on_end=partial(_count, caller),
+                    on_close=release,
                 )
                 return
             body_out = await whole_answer(plan, generation)

@@ -33,7 +33,8 @@ _PROMPT_THREADS = 4
 
 
 class GatewayApp(falcon.asgi.App[falcon.asgi.Request, falcon.asgi.Response]):
-    """Falcon's application, which leaves the ASGI `receive` in the scope for `ClientWatch`."""
+    """Falcon's application, which leaves the ASGI `receive` in the scope for `ClientWatch` and
+    `send` for `EventStream`."""
 
     async def __call__(  # type: ignore[override] # as falcon.asgi.App overrides falcon.App
         self,
@@ -42,6 +43,7 @@ class GatewayApp(falcon.asgi.App[falcon.asgi.Request, falcon.asgi.Response]):
         send: Callable[[dict[str, Any]], Awaitable[None]],
     ) -> None:
         scope[answers.RECEIVE] = receive
+        scope[answers.SEND] = send
         await super().__call__(scope, receive, send)
 
 

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Protocol
 
 from mirror_sd import telemetry
-from mirror_sd.api.choice import Delta
+from mirror_sd.api.choice import Choice, Delta
 from mirror_sd.api.responses import ChoiceUsage
 from mirror_sd.messages import Chunk, Finished, SequenceUsage, Stats, Submit
 from mirror_sd.serving.intake import Plan, PlannedSequence
@@ -67,6 +67,7 @@ class Generation:
         self._last_at: dict[int, float] = {}
         self._leaves: dict[int, Callable[[], None]] = {}
         self._waiter: asyncio.Future[None] | None = None
+        self._meanwhile: Callable[[], bool] | None = None
         self._is_gone = False
         self._reports: dict[int, SequenceUsage] = {}
 
@@ -79,20 +80,57 @@ class Generation:
             self._leaves[sequence.choice.index] = leave
 
     async def next_deltas(self) -> list[Delta]:
-        """The deltas of any choice that are there, at least one, none when all have finished.
-
-        Raises the error that ended a sequence, or `ClientGone` after `abandon`.
-        """
-        while self._unfinished:
-            if self._is_gone:
-                raise ClientGone
-            deltas = await self._take()
+        """The deltas of any choice that are there, at least one, none when all have finished;
+        raises as `take`."""
+        while not self.is_finished:
+            deltas = await self.take()
             if deltas:
                 return deltas
-            if not self._events and not self._is_gone:
-                self._waiter = asyncio.get_running_loop().create_future()
-                await self._waiter
+            await self.wait()
         return []
+
+    async def take(self) -> list[Delta]:
+        """The deltas that are there. Raises the error that ended a sequence, or `ClientGone` after
+        `abandon`."""
+        if self._is_gone:
+            raise ClientGone
+        return self.take_now() or (await self._take_heavy() if self._events else [])
+
+    def take_now(self) -> list[Delta]:
+        """The deltas of the events that are there, up to one that is an error or that takes a
+        thread."""
+        deltas: list[Delta] = []
+        while self._events and len(deltas) < _MAX_DELTAS:
+            sequence, event = self._events[0]
+            choice = sequence.choice
+            if isinstance(event, Exception) or not _is_light(choice, event):
+                break
+            self._events.popleft()
+            known = choice.tokens_delivered
+            self._keep(deltas, sequence, event, _delta_of(choice, event), known)
+        return deltas
+
+    async def wait(self, meanwhile: Callable[[], bool] | None = None) -> None:
+        """Until there is something to take, or all is over. `meanwhile` is called first for each
+        event that comes, and may `take_now`; the wait goes on unless it returns True."""
+        if not self.is_idle:
+            return
+        self._waiter = asyncio.get_running_loop().create_future()
+        self._meanwhile = meanwhile
+        try:
+            await self._waiter
+        finally:
+            self._meanwhile = None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is nothing to do until another event comes."""
+        return not (self._events or self.is_finished or self._is_gone)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether every choice has given its last delta."""
+        return self._unfinished == 0
 
     def abandon(self) -> None:
         """The client has gone: cancel everything and wake whoever waits for a delta."""
@@ -123,48 +161,47 @@ class Generation:
             last_at = self._last_at.get(index)
             self._last_at[index] = self._meter.arrived(len(event.tokens), last_at)
         self._events.append((sequence, event))
-        self._wake()
+        if self._meanwhile is None or self._meanwhile():
+            self._wake()
 
     def _wake(self) -> None:
         waiter, self._waiter = self._waiter, None
+        self._meanwhile = None
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
 
-    async def _take(self) -> list[Delta]:
-        """The deltas of the events that are there; an error waits until they are taken."""
+    async def _take_heavy(self) -> list[Delta]:
+        """The delta of the first event, worked out in the text thread; raises what it is."""
         deltas: list[Delta] = []
-        while self._events and len(deltas) < _MAX_DELTAS:
-            sequence, event = self._events[0]
-            if isinstance(event, Exception):
-                if deltas:
-                    break
-                raise event
-            self._events.popleft()
-            delta = await self._delta(sequence, event)
-            if delta is None:
-                continue
-            deltas.append(delta)
-            if delta.finish_reason is not None:
-                self._unfinished -= 1
-                self._leave(sequence.choice.index)
+        sequence, event = self._events[0]
+        if isinstance(event, Exception):
+            raise event
+        self._events.popleft()
+        choice = sequence.choice
+        known = choice.tokens_delivered
+        delta = await self._text_thread.run(_delta_of, choice, event)
+        self._keep(deltas, sequence, event, delta, known)
         return deltas
 
-    async def _delta(self, sequence: PlannedSequence, event: Chunk | Finished) -> Delta | None:
+    def _keep(
+        self,
+        deltas: list[Delta],
+        sequence: PlannedSequence,
+        event: Chunk | Finished,
+        delta: Delta | None,
+        known: int,
+    ) -> None:
+        """Put down what an event gave, before which `known` tokens were delivered."""
         choice = sequence.choice
-        if choice.is_stopped:
-            return None
+        self._meter.delivered(choice.tokens_delivered - known)
+        if delta is None:
+            return
+        deltas.append(delta)
         if isinstance(event, Finished):
             self._reports[choice.index] = event.usage
-            if choice.is_light:
-                return choice.finish(event.reason)
-            return await self._text_thread.run(choice.finish, event.reason)
-        known = choice.tokens_delivered
-        if choice.is_light and event.prompt_logprobs is None:
-            delta = choice.feed(event)
-        else:
-            delta = await self._text_thread.run(choice.feed, event)
-        self._meter.delivered(choice.tokens_delivered - known)
-        return delta
+        if delta.finish_reason is not None:
+            self._unfinished -= 1
+            self._leave(choice.index)
 
     def _leave(self, index: int) -> None:
         leave = self._leaves.pop(index, None)
@@ -174,3 +211,13 @@ class Generation:
     def _leave_all(self) -> None:
         for index in list(self._leaves):
             self._leave(index)
+
+
+def _is_light(choice: Choice, event: Chunk | Finished) -> bool:
+    return choice.is_light and (isinstance(event, Finished) or event.prompt_logprobs is None)
+
+
+def _delta_of(choice: Choice, event: Chunk | Finished) -> Delta | None:
+    if choice.is_stopped:
+        return None
+    return choice.finish(event.reason) if isinstance(event, Finished) else choice.feed(event)

@@ -7,8 +7,10 @@ a stream is one `{"error": ...}` event, and the stream ends there.
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any
 
 import msgspec
 
@@ -25,11 +27,17 @@ CLIENT_GONE = 499
 _PLACEHOLDER = "\x00"
 
 
+Send = Callable[[dict[str, Any]], Coroutine[Any, Any, None]]
+
+
 class EventStream:
     """What falcon sends: an async iterator whose `close` it awaits however the response ends.
 
     It gives the events of all deltas that are there as one block, beginning with `first`, deltas
-    already taken. `on_end` is told the status once, 499 where the client left.
+    already taken. While falcon waits for the next block, blocks go past it to `send`, the ASGI
+    server's own, as their tokens come: to wake falcon's task for each costs as much as making the
+    block. Falcon gets the next one when the server takes no more, and the last. `on_end` is told
+    the status once, 499 where the client left.
     """
 
     def __init__(
@@ -37,6 +45,7 @@ class EventStream:
         plan: Plan,
         generation: Generation,
         first: Sequence[Delta],
+        send: Send,
         *,
         on_end: Callable[[int], None],
         on_close: Callable[[], Awaitable[None]],
@@ -45,6 +54,9 @@ class EventStream:
         self._generation = generation
         self._writer = ChunkWriter(plan)
         self._first = first
+        self._send = send
+        self._held: tuple[Coroutine[Any, Any, None], asyncio.Future[Any]] | None = None
+        self._failure: Exception | None = None
         self._on_end = on_end
         self._on_close = on_close
         self._is_over = False
@@ -56,10 +68,9 @@ class EventStream:
         if self._is_over:
             raise StopAsyncIteration
         try:
-            deltas, self._first = self._first, ()
-            deltas = deltas or await self._generation.next_deltas()
-            if deltas:
-                return b"".join(map(self._writer.render, deltas))
+            block = await self._next_block()
+            if block:
+                return block
             block = self._writer.ending(self._generation)
         except ClientGone:
             _log.info("%s: the client left in the middle of its stream", self._caller.request_id)
@@ -74,7 +85,50 @@ class EventStream:
     async def close(self) -> None:
         """Stop sending and release everything behind the stream."""
         self._end(CLIENT_GONE)
+        if self._held is not None:
+            self._held[0].close()
         await self._on_close()
+
+    async def _next_block(self) -> bytes:
+        """The block that falcon is to send; b"" at the end."""
+        deltas, self._first = self._first, ()
+        while not deltas and not self._generation.is_finished:
+            deltas = await self._generation.take()
+            if not deltas:
+                await self._generation.wait(self._send_past)
+                await self._finish_send()
+        return b"".join(map(self._writer.render, deltas))
+
+    def _send_past(self) -> bool:
+        """Send what is there, now; True where falcon's task has to go on."""
+        try:
+            deltas = self._generation.take_now()
+            if deltas:
+                block = b"".join(map(self._writer.render, deltas))
+                self._start_send({"type": "http.response.body", "body": block, "more_body": True})
+        except Exception as error:  # noqa: BLE001 - raised again in falcon's task
+            self._failure = error
+        has_trouble = self._held is not None or self._failure is not None
+        return has_trouble or not self._generation.is_idle
+
+    def _start_send(self, message: dict[str, Any]) -> None:
+        sending = self._send(message)
+        try:
+            self._held = sending, sending.send(None)
+        except StopIteration:
+            return
+
+    async def _finish_send(self) -> None:
+        """Wait out a send that the server held back, as a task of its own would."""
+        while self._held is not None:
+            sending, waits_for = self._held
+            await asyncio.wait([waits_for])
+            try:
+                self._held = sending, sending.send(None)
+            except StopIteration:
+                self._held = None
+        if self._failure is not None:
+            raise self._failure
 
     def _end(self, status: int) -> None:
         if self._is_over:
