@@ -39,7 +39,8 @@ def chosen_isa(environ: Mapping[str, str] = os.environ) -> str:
 
 
 class NativeBackend:
-    """Raises `ValueError` on a bad batch and leaves the cache as it was.
+    """Raises `ValueError` or `TypeError` on a bad batch and leaves the cache as it was. To be made
+    in the process that uses it: a fork has none of its threads, and is told so by `RuntimeError`.
 
     The constructor raises `UnsupportedModel` for heads beyond the kernels' limits. source: the
     model file or directory, to name its packed weights on disk; None packs them in
