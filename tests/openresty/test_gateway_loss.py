@@ -115,6 +115,8 @@ def test_a_gateway_killed_in_mid_stream_ends_it_with_an_error_event(edge: Edge) 
     assert error["type"] == "server_error"
     assert error["code"] == "stream_interrupted"
     assert answer.headers["x-request-id"] in error["message"]
+    # Its connection is closed a moment before the process is gone.
+    wait_until(lambda: sum(gateway.is_alive for gateway in edge.gateways) == 1)
     [survivor] = [i for i, gateway in enumerate(edge.gateways) if gateway.is_alive]
     assert edge.gateways[survivor].seen()["requests"] == before[survivor]
     assert edge.metric("mirror_edge_stream_errors_total") == cut + 1
