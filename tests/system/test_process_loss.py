@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import httpx
@@ -99,6 +100,10 @@ def kill_gateway(stack: Stack, pid: int) -> None:
         process.kill()
 
 
+def running_sequences(stack: Stack, count: int) -> bool:
+    return stack.total("mirror_worker_running_sequences") == count
+
+
 def test_a_gateway_that_dies_before_it_answered_is_replaced_by_the_other(mortal: Stack) -> None:
     answers: list[str] = []
 
@@ -109,11 +114,13 @@ def test_a_gateway_that_dies_before_it_answered_is_replaced_by_the_other(mortal:
     with mortal.http() as http:
         expected = undisturbed(http, ENDLESS, 2000)
     retries = mortal.total("mirror_edge_retries_total")
-    # Least in flight: of two at once, each gateway has one.
     threads = [threading.Thread(target=ask) for _ in range(2)]
-    for thread in threads:
+    # Least in flight: the second goes to the other gateway, but only if the first is counted by
+    # then (two nginx workers that look at the same moment may choose the same one).
+    for count, thread in enumerate(threads, start=1):
         thread.start()
-    until(lambda: mortal.total("mirror_worker_running_sequences") == 2, 10, "both running")
+        running = partial(running_sequences, mortal, count)
+        until(running, 10, f"{count} running")
     gateways = mortal.pids("gateway")
     assert len(gateways) == 2
     kill_gateway(mortal, gateways[0])
@@ -126,7 +133,8 @@ def test_a_gateway_that_dies_before_it_answered_is_replaced_by_the_other(mortal:
 
 
 def test_a_stream_whose_gateway_dies_ends_with_an_error_event(mortal: Stack) -> None:
-    begun = threading.Barrier(3, timeout=60)
+    first_begun = threading.Event()
+    both_begun = threading.Barrier(3, timeout=60)
     outcomes: list[str] = []
 
     def read() -> None:
@@ -136,17 +144,20 @@ def test_a_stream_whose_gateway_dies_ends_with_an_error_event(mortal: Stack) -> 
             )
             try:
                 for number, _ in enumerate(stream):
+                    if number == 0:
+                        first_begun.set()
                     if number == 2:
-                        begun.wait()
+                        both_begun.wait()
                 outcomes.append("complete")
             except openai.APIError as error:
                 outcomes.append(f"{error.code}: {error.message}")
 
     threads = [threading.Thread(target=read) for _ in range(2)]
-    for thread in threads:
-        thread.start()
+    threads[0].start()
+    assert first_begun.wait(60), "the first stream is in flight before the second is placed"
+    threads[1].start()
     gateways = mortal.pids("gateway")
-    begun.wait()
+    both_begun.wait()
     kill_gateway(mortal, gateways[0])
     for thread in threads:
         thread.join()
