@@ -8,12 +8,14 @@
 #include <atomic>
 #include <chrono>
 #include <cstring>
+#include <mutex>
 #include <stdexcept>
 #include <thread>
 
 #include <pthread.h>
 #include <sched.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include "decoder.h"
 #include "packing.h"
@@ -54,7 +56,8 @@ void check_alignment(const Array& array, const char* what) {
     }
 }
 
-// Keeps the arrays that matrices point into.
+// Keeps the arrays that matrices point into. Callers from several threads take turns: a forward runs
+// without the GIL.
 class NativeDecoder {
 public:
     NativeDecoder(mirror::Spec spec, const std::string& isa, int threads,
@@ -66,6 +69,7 @@ public:
         const mirror::Format format = format_named(format_name);
         if (outputs < 1 || inputs < 1) throw std::invalid_argument(role + " has no elements");
         check_alignment(data, "the packed array");
+        const auto turn = take_turn();
         const size_t needed = mirror::packed_bytes(format, outputs, inputs);
         if (data.shape(0) != needed) {
             throw std::invalid_argument(role + ": " + std::to_string(data.shape(0)) +
@@ -84,6 +88,7 @@ public:
 
     void set_vector(const std::string& role, int layer, Floats data) {
         check_alignment(data, "the vector");
+        const auto turn = take_turn();
         sealed_ = false;
         std::vector<float> values(data.data(), data.data() + data.shape(0));
         const bool bias = role == "qkv_bias" || role == "output_bias";
@@ -107,6 +112,7 @@ public:
 
     // After the last weight: checks that all are there.
     void seal() {
+        const auto turn = take_turn();
         decoder_.check_weights();
         for (int i = 0; i < decoder_.spec().layers; ++i) {
             mirror::Layer& layer = decoder_.layer(i);
@@ -123,11 +129,13 @@ public:
 
     void allocate_kv(int blocks, int block_size) {
         check_block_size(block_size);
+        const auto turn = take_turn();
         decoder_.allocate_kv(blocks, block_size);
     }
 
     void forward(Ints token_ids, Ints positions, Ints offsets, nb::tuple tables, Ints logit_rows,
                  Rows logits) {
+        const auto turn = take_turn();
         if (!sealed_) throw std::invalid_argument("the weights are not complete");
         mirror::Batch batch;
         batch.token_ids = token_ids.data();
@@ -169,6 +177,18 @@ public:
     int threads() const { return decoder_.threads(); }
 
 private:
+    std::unique_lock<std::mutex> take_turn() {
+        std::unique_lock<std::mutex> turn(turn_, std::defer_lock);
+        if (process_ == getpid()) {
+            const nb::gil_scoped_release released;
+            turn.lock();
+        } else if (!turn.try_lock()) {  // whoever holds it is not in this process
+            throw std::runtime_error("forked in the middle of a forward: make the decoder in the "
+                                     "process that uses it");
+        }
+        return turn;
+    }
+
     static void check_block_size(int block_size) {
         if (block_size < 1 || block_size > 1 << 16) {
             throw std::invalid_argument("a block of " + std::to_string(block_size) +
@@ -205,6 +225,8 @@ private:
 
     mirror::Decoder decoder_;
     std::vector<Bytes> kept_;
+    std::mutex turn_;
+    const pid_t process_ = getpid();
     bool sealed_ = false;
 };
 

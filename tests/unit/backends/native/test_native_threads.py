@@ -75,6 +75,36 @@ def test_engines_side_by_side_do_not_disturb_each_other() -> None:
     assert np.array_equal(whole(second, IDS), expected)
 
 
+def test_callers_from_several_threads_take_turns() -> None:
+    """In a process of its own: an engine that is entered twice may also hang."""
+    code = """
+        import threading
+        import numpy as np
+        from tests.unit.backends.native.test_native_threads import IDS, warmed, whole
+        backend = warmed(2)
+        expected = whole(backend, IDS).copy()
+        backend.allocate_kv(16, 16)
+        wrong = []
+
+        def call(first_block):
+            table = np.arange(first_block, first_block + 3, dtype=np.int32)
+            logits = np.empty_like(expected)
+            offsets = np.array([0, len(IDS)], np.int32)
+            for _ in range(40):
+                backend._decoder.forward(IDS, IDS, offsets, (table,), IDS, logits)
+                wrong.append(not np.array_equal(logits, expected))
+
+        callers = [threading.Thread(target=call, args=(3 * i,)) for i in range(4)]
+        for caller in callers:
+            caller.start()
+        for caller in callers:
+            caller.join()
+        print(len(wrong), sum(wrong))
+    """
+    done = run_python(code)
+    assert (done.returncode, done.stdout) == (0, "160 0\n"), done.stderr
+
+
 def test_the_caller_may_use_the_same_cores_as_before() -> None:
     allowed = os.sched_getaffinity(0)
     backend = warmed(len(allowed))
