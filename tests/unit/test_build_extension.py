@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -73,12 +74,15 @@ def test_without_a_compiler_the_command_says_so_and_writes_nothing(tmp_path: Pat
     assert not target.exists()
 
 
+@pytest.mark.parametrize("compiler", ["no-such-compiler", "false", "true"])
 def test_an_install_goes_on_where_the_build_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiler: str
 ) -> None:
+    """`true` is one that makes nothing and finds nothing wrong."""
     from setuptools import Distribution, Extension
 
-    monkeypatch.setenv("CXX", str(tmp_path / "no-such-compiler"))
+    monkeypatch.setenv("CXX", compiler)
+    monkeypatch.setattr(build_extension, "_objects_folder", lambda _: tmp_path / "objects")
     extension = Extension("mirror_sd._native", [], optional=True)
     command = build_extension.BuildExtension(Distribution({"ext_modules": [extension]}))
     command.build_lib, command.build_temp = str(tmp_path), str(tmp_path)
@@ -93,6 +97,17 @@ def test_an_install_goes_on_where_the_build_fails(
 def test_the_sources_of_a_distribution_are_all_there() -> None:
     listed = {path.name for path in build_extension.sources()}
     assert {"bindings.cpp", "sampling.cpp", "isa_sampling.cpp", "elementary.h"} <= listed
+
+
+def test_no_cpu_feature_is_asked_by_a_name_that_clang_14_does_not_know() -> None:
+    """An unknown name ends a compilation; these are among those that it knows."""
+    known = {"avx2", "fma", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512vnni"}
+    asked = {
+        name
+        for path in build_extension.sources()
+        for name in re.findall(r'__builtin_cpu_supports\("(\w+)"\)', path.read_text())
+    }
+    assert {"avx2", "avx512f"} <= asked <= known | {"avx512bf16"}
 
 
 def test_no_function_of_one_instruction_set_can_be_linked_into_another() -> None:

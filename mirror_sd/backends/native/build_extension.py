@@ -51,6 +51,7 @@ _OWN = (
     "-fno-trapping-math",
     "-Wall",
     "-Wextra",
+    "-Wno-unknown-warning-option",
     "-Wno-maybe-uninitialized",
     "-Wno-uninitialized",
     "-Wno-psabi",
@@ -109,13 +110,16 @@ class Compiler:
         command = [*self.command, *flags, "-fsyntax-only", "-x", "c++", os.devnull]
         return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
-    def run(self, arguments: Sequence[str]) -> None:
-        command = [*self.command, *arguments]
+    def run(self, arguments: Sequence[str], output: Path) -> None:
+        """Make `output`. Raises `BuildError`."""
+        command = [*self.command, *arguments, "-o", str(output)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != 0:
             raise BuildError(f"failed: {shlex.join(command)}\n{done.stderr}")
         if done.stderr:
             print(done.stderr, file=sys.stderr)
+        if not output.exists():
+            raise BuildError(f"made no {output.name}: {shlex.join(command)}")
 
 
 def sources() -> list[Path]:
@@ -172,8 +176,7 @@ def _units(compiler: Compiler, sanitize: bool) -> Iterator[Unit]:
 def build(target: Path, *, sanitize: bool = False) -> bool:
     """Make `target` (a shared object) up to date; False if it was. Raises `BuildError`."""
     compiler = Compiler.find()
-    tag = f"{sys.implementation.cache_tag}-{platform.machine()}"
-    folder = ROOT / "build/native" / (f"{tag}-sanitize" if sanitize else tag)
+    folder = _objects_folder(sanitize)
     folder.mkdir(parents=True, exist_ok=True)
     with _locked(folder / "lock"):
         units = list(_units(compiler, sanitize))
@@ -186,7 +189,7 @@ def build(target: Path, *, sanitize: bool = False) -> bool:
         if any(compiled) or not built.exists():
             built.unlink(missing_ok=True)
             flags = (*_COMMON, *(_SANITIZED if sanitize else _OPTIMISED))
-            compiler.run([*flags, "-shared", *map(str, objects), "-o", str(built)])
+            compiler.run([*flags, "-shared", *map(str, objects)], built)
         if target.exists() and filecmp.cmp(built, target, shallow=False):
             return False
         # A process may have the old file mapped: replace it, never write into it.
@@ -197,16 +200,20 @@ def build(target: Path, *, sanitize: bool = False) -> bool:
         return True
 
 
+def _objects_folder(sanitize: bool) -> Path:
+    tag = f"{sys.implementation.cache_tag}-{platform.machine()}"
+    return ROOT / "build/native" / (f"{tag}-sanitize" if sanitize else tag)
+
+
 def _compile(compiler: Compiler, unit: Unit, folder: Path) -> bool:
     target = folder / unit.name
     depends, stamp = target.with_suffix(".d"), target.with_suffix(".key")
     identity = json.dumps([compiler.command, compiler.version, str(unit.source), unit.arguments])
     if target.exists() and stamp.exists() and stamp.read_text() == _key(identity, depends):
         return False
-    stamp.unlink(missing_ok=True)
-    compiler.run(
-        [*unit.arguments, "-MMD", "-MF", str(depends), "-c", str(unit.source), "-o", str(target)]
-    )
+    for old in (stamp, target):
+        old.unlink(missing_ok=True)
+    compiler.run([*unit.arguments, "-MMD", "-MF", str(depends), "-c", str(unit.source)], target)
     stamp.write_text(_key(identity, depends))
     return True
 

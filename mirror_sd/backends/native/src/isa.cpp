@@ -1,8 +1,23 @@
 #include <stdexcept>
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 #include "decoder.h"
 
 namespace mirror {
+#if defined(__x86_64__)
+namespace {
+
+// Clang 14 does not know the name for __builtin_cpu_supports.
+bool has_f16c() {
+    unsigned a, b, c, d;
+    return __get_cpuid(1, &a, &b, &c, &d) != 0 && (c & bit_F16C) != 0;
+}
+
+}  // namespace
+#endif
 
 const KernelTable& kernels_portable();
 // A set that the compiler did not know is absent; see build_extension.py.
@@ -20,7 +35,7 @@ std::vector<std::string> available_isas() {
     std::vector<std::string> names;
 #if defined(__x86_64__)
     const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-                      __builtin_cpu_supports("f16c");
+                      has_f16c();
     const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
                         __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
                         __builtin_cpu_supports("avx512dq");
