@@ -32,6 +32,18 @@ class _Section(BaseModel):
 class ServerConfig(_Section):
     host: str = Field("127.0.0.1", description="address that nginx listens on")
     port: int = Field(8080, ge=1, le=65535, description="port that nginx listens on")
+    admin_port: int | None = Field(
+        None,
+        ge=1,
+        le=65535,
+        description="loopback port of the admin endpoints; default: port + 1000 (or - 1000)",
+    )
+    keys_file: str | None = Field(
+        None, description="API keys (`mirror-sd key`); default: ~/.config/mirror-sd/keys.json"
+    )
+    policy_file: str | None = Field(
+        None, description="routing policy, a Lua table; default: openresty/lua/mirror/policy.lua"
+    )
     gateways: int = Field(2, ge=1, le=64, description="gateway processes")
     max_body_bytes: int = Field(
         4 * 1024 * 1024, ge=1024, le=8 * 1024 * 1024, description="largest request body"
@@ -41,6 +53,19 @@ class ServerConfig(_Section):
         600.0, gt=0, le=86400, description="longest life of one request, queueing included"
     )
     start_timeout_s: float = Field(120.0, gt=0, description="longest wait for `ready`")
+
+    @property
+    def effective_admin_port(self) -> int:
+        if self.admin_port is not None:
+            return self.admin_port
+        return self.port + 1000 if self.port + 1000 <= 65535 else self.port - 1000
+
+    @property
+    def effective_keys_file(self) -> Path:
+        if self.keys_file is not None:
+            return Path(self.keys_file).expanduser()
+        base = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
+        return Path(base).expanduser() / "mirror-sd" / "keys.json"
 
 
 class ModelConfig(_Section):
@@ -54,11 +79,29 @@ class ModelConfig(_Section):
     )
 
 
-class PoolConfig(_Section):
-    engine: Literal["auto", "native", "torch", "transformers", "reference"] = Field(
-        "auto", description="back end of the workers; auto: native on the CPU, else torch"
+class EmulationConfig(_Section):
+    """What `engine: emulated` pretends to be; None takes the class's own profile."""
+
+    latency_ms: float | None = Field(
+        None, ge=0, le=60_000, description="emulated: time of a step, whatever its batch"
     )
-    device: str = Field("cpu", description="torch device of the workers")
+    max_batch: int | None = Field(
+        None, ge=1, le=4096, description="emulated: most sequences in a step"
+    )
+    prefill_tok_s: float | None = Field(
+        None, gt=0, description="emulated: prompt tokens read in a second"
+    )
+
+
+class PoolConfig(_Section):
+    engine: Literal["auto", "native", "torch", "transformers", "reference", "emulated"] = Field(
+        "auto",
+        description="back end of the workers; auto: native on the CPU, else torch; "
+        "emulated computes nothing and paces itself by `emulation`",
+    )
+    device: str = Field(
+        "auto", description="torch device of the workers; auto: the pool's class must be there"
+    )
     precision: Precision = Field(
         "auto",
         description="auto: int8 on the native engine; else bf16 where it is fast, or fp32",
@@ -68,6 +111,7 @@ class PoolConfig(_Section):
         None, ge=1, description="threads a worker; default: its share of the cores"
     )
     pin: bool = Field(True, description="pin each worker to its cores")
+    emulation: EmulationConfig = EmulationConfig()
 
 
 class EngineConfig(_Section):
@@ -120,6 +164,68 @@ class SchedulerConfig(_Section):
         0.85, ge=0, le=1, description="Jaccard similarity from which requests are merged"
     )
     max_queue: int = Field(1024, ge=1, description="waiting requests a class; more get a 429")
+    vip_queue_extra: float = Field(
+        0.25, ge=0, le=10, description="share of max_queue that VIP requests may wait in besides"
+    )
+    max_wait_s: float = Field(
+        30.0, gt=0, description="a standard request that has waited this long goes before VIP"
+    )
+    standard_share: float = Field(
+        0.1, ge=0, lt=1, description="least share of dispatches for standard while both tiers wait"
+    )
+    preemption: bool = Field(
+        True, description="a VIP displaces the standard request with most left when slots are full"
+    )
+    steal_after_ms: float = Field(
+        250.0, ge=0, description="a class with nothing to do takes what waited this long elsewhere"
+    )
+    adaptive_batch: bool = Field(
+        True, description="let the batch size follow measured throughput and latency"
+    )
+    target_inter_token_ms: float = Field(
+        200.0, gt=0, description="time between tokens above which a worker's batch shrinks"
+    )
+
+
+class MergeConfig(_Section):
+    enabled: bool = Field(
+        True, description="one generation for identical requests, draft hints for similar ones"
+    )
+    share_answers: tuple[str, ...] = Field(
+        (), description="tenants whose similar requests may share an answer within the partition"
+    )
+    max_entries: int = Field(2048, ge=1, description="finished answers kept as draft sources")
+    expire_s: float = Field(600.0, gt=0, description="how long a finished answer is kept")
+    permutations: int = Field(64, ge=16, le=512, description="length of a MinHash signature")
+    min_answer_tokens: int = Field(
+        8, ge=1, description="requests that ask for fewer tokens are not compared"
+    )
+
+
+class ProbeConfig(_Section):
+    enabled: bool = Field(True, description="run the probe daemon that feeds weights back")
+    interval_s: float = Field(1.0, gt=0, le=60, description="time between readings")
+    webhook: str | None = Field(None, description="URL that alerts are posted to")
+    hot_c: float = Field(85.0, gt=0, description="temperature from which a class gives up traffic")
+    cool_c: float = Field(80.0, gt=0, description="temperature below which it gets it back")
+    memory_pressure: float = Field(
+        0.9, gt=0, le=1, description="used memory above which a class gives up traffic"
+    )
+    utilisation_gap: float = Field(
+        0.3, gt=0, le=1, description="difference of utilisation between classes that rebalances"
+    )
+    rejection_rate: float = Field(
+        0.2, gt=0, le=1, description="rejected drafts from which draft quality is alerted"
+    )
+    inter_token_p99_ms: float = Field(
+        200.0, gt=0, description="p99 time between tokens above which service degrades by a step"
+    )
+
+    @model_validator(mode="after")
+    def _thresholds_in_order(self) -> Self:
+        if self.cool_c >= self.hot_c:
+            raise ValueError(f"cool_c is {self.cool_c}; it must be below hot_c, {self.hot_c}")
+        return self
 
 
 class BrokerConfig(_Section):
@@ -147,7 +253,9 @@ class Config(_Section):
     engine: EngineConfig = EngineConfig()
     speculation: SpeculationConfig = SpeculationConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
+    merge: MergeConfig = MergeConfig()
     broker: BrokerConfig = BrokerConfig()
+    probe: ProbeConfig = ProbeConfig()
 
     @field_validator("pools", mode="before")
     @classmethod
@@ -169,6 +277,8 @@ def load(
     """
     environ = os.environ if environ is None else environ
     tree: dict[str, Any] = _read_file(file) if file is not None else {}
+    # A pool named by --set or the environment stands beside the default one, not in its place.
+    tree.setdefault("pools", {str(name): {} for name in Config().pools})
     for name, text in sorted(environ.items()):
         if name.startswith(ENV_PREFIX):
             _assign(tree, name.removeprefix(ENV_PREFIX).lower().split("__"), text, name)
@@ -276,6 +386,15 @@ class RunDir:
     def worker_endpoint(self) -> str:
         """Where the broker's ROUTER for workers is bound."""
         return f"ipc://{self.path}/broker-worker.sock"
+
+    @property
+    def admin_token(self) -> Path:
+        """The bearer token of the admin endpoints, readable by the stack's user only."""
+        return self.path / "admin-token"
+
+    def emulation(self, device_class: str) -> Path:
+        """Temperature, utilisation and faults of an emulated class (`mirror-sd emulate`)."""
+        return self.path / f"emulation-{device_class}.json"
 
     def gateway_socket(self, index: int) -> Path:
         """The unix socket that gateway `index` serves HTTP on."""

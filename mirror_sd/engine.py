@@ -262,21 +262,42 @@ def create_backend(config: Config, device_class: str, threads: int | None = None
     from mirror_sd.backends import registry
 
     pool = _pool(config, device_class)
-    if device_class != "cpu" and pool.device == "cpu":
-        logger.warning(
-            "the pool %s computes on the CPU: pools.%s.device is cpu", device_class, device_class
-        )
+    device = _device(pool, device_class)
     threads = threads or pool.threads or len(os.sched_getaffinity(0))
     for name, value in openmp.environment(threads).items():
         os.environ.setdefault(name, value)  # a pool has set them for its workers
     return registry.create(
         pool.engine,
         model_store.resolve(config.model.path),
-        device=pool.device,
+        device=device,
         precision=pool.precision,
         threads=threads,
         max_context=config.model.max_context,
         kv=config.engine.kv_precision,
+    )
+
+
+def _device(pool: PoolConfig, device_class: str) -> str:
+    """The torch device of a pool; raises `ConfigError` where `auto` finds none of its class."""
+    if pool.device != "auto":
+        if device_class != "cpu" and pool.device == "cpu":
+            logger.warning(
+                "the pool %s computes on the CPU: pools.%s.device is cpu",
+                device_class,
+                device_class,
+            )
+        return pool.device
+    if device_class == "cpu":
+        return "cpu"
+    if device_class == "gpu":
+        import torch
+
+        if torch.cuda.is_available():
+            return "cuda"
+    raise ConfigError(
+        f"pools.{device_class}.device is auto, and there is no {device_class} here that torch can"
+        f" use; set pools.{device_class}.engine=emulated to emulate one, or"
+        f" pools.{device_class}.device=cpu to compute on the CPU"
     )
 
 

@@ -3,7 +3,7 @@
     gateway (DEALER) --Submit, Cancel, Ping, StatsRequest--> broker (ROUTER)
     gateway          <--Chunk, Finished, Failed, Pong, Stats-- broker
     worker  (DEALER) --Register, Heartbeat, Chunk, Finished, Failed--> broker (ROUTER)
-    worker           <--Welcome, Reset, Submit, Cancel, Drain-- broker
+    worker           <--Welcome, Reset, Submit, DraftHint, Cancel, Drain-- broker
 
 Where several Chunks, Finished and Failed go the same way at the same time, as those of one step
 do, they travel as one `Outputs`.
@@ -76,6 +76,24 @@ class SequenceUsage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     verify_rounds: int = 0
 
 
+class MergeProfile(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
+    """What the merger compares. All of it is derived from one request, tenant included, so that
+    nothing can match across tenants.
+
+    `exact`: digest of everything that the answer depends on; empty where two answers may differ
+        (a seed that the client did not choose).
+    `partition`: digest of tenant, model, system prompt, parameters, digits and negations: outside
+        it answers are never shared.
+    `scope`: digest of tenant and model: outside it there are not even draft hints.
+    `signature`: MinHash of the shingles, uint32 little endian; empty where not compared.
+    """
+
+    exact: bytes = b""
+    partition: bytes = b""
+    scope: bytes = b""
+    signature: bytes = b""
+
+
 class Submit(Message, frozen=True, kw_only=True, tag="submit"):
     """One sequence to generate; `n` choices are n submits. The same id again, from the same
     gateway, is ignored while the request lives. `received_at` is unix time in seconds (0: now);
@@ -91,11 +109,23 @@ class Submit(Message, frozen=True, kw_only=True, tag="submit"):
     tenant: str = "default"
     received_at: float = 0.0
     timeout_s: float | None = None
+    merge: MergeProfile | None = None
+    # Step 0..3 of the ladder of degradation that held when the request came.
+    degrade_level: int = 0
 
     def age_s(self, unix_now: float) -> float:
         """Seconds since the gateway received it; 0 where that is unknown or in the future."""
         age = unix_now - self.received_at
         return age if self.received_at > 0 and 0 < age < math.inf else 0.0
+
+
+class DraftHint(Message, frozen=True, kw_only=True, tag="draft_hint"):
+    """Broker to worker: tokens `index .. index + len(tokens)` of another answer that this request's
+    may resemble. Only a source of drafts: unknown ids, gaps and nonsense do no harm."""
+
+    request_id: str
+    index: int
+    tokens: tuple[int, ...]
 
 
 class Cancel(Message, frozen=True, kw_only=True, tag="cancel"):
@@ -135,6 +165,8 @@ class Failed(Message, frozen=True, kw_only=True, tag="failed"):
     param: str | None = None
     retry_after_s: float | None = None
     retryable: bool = False
+    # It had to give way to a VIP request: to be submitted again at once, with what it has.
+    displaced: bool = False
 
 
 class Outputs(Message, frozen=True, kw_only=True, tag="outputs"):
@@ -169,6 +201,7 @@ class Register(Message, frozen=True, kw_only=True, tag="register"):
     precision: str
     slots: int
     max_context: int
+    emulated: bool = False
 
 
 class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
@@ -182,8 +215,18 @@ class Reset(Message, frozen=True, kw_only=True, tag="reset"):
     drops all its sequences and registers. Their gateways submit them again."""
 
 
+class DeviceHealth(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
+    """What a worker knows of its device; None where it cannot tell. Utilisation and memory
+    pressure are 0..1."""
+
+    temperature_c: float | None = None
+    utilisation: float | None = None
+    memory_pressure: float | None = None
+
+
 class Heartbeat(Message, frozen=True, kw_only=True, tag="heartbeat"):
-    """Worker liveness and load. `steps` counts forwards since start: the progress counter."""
+    """Worker liveness and load. `steps` counts forwards since start: the progress counter;
+    `tokens` the tokens it has generated."""
 
     worker_id: str
     running: int
@@ -192,6 +235,8 @@ class Heartbeat(Message, frozen=True, kw_only=True, tag="heartbeat"):
     kv_blocks_free: int
     steps: int
     draining: bool = False
+    tokens: int = 0
+    health: DeviceHealth | None = None
 
 
 class Drain(Message, frozen=True, kw_only=True, tag="drain"):
@@ -202,7 +247,7 @@ class StatsRequest(Message, frozen=True, kw_only=True, tag="stats_request"):
     token: int
 
 
-class WorkerStats(msgspec.Struct, frozen=True, kw_only=True):
+class WorkerStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     worker_id: str
     device_class: str
     pid: int
@@ -219,6 +264,16 @@ class WorkerStats(msgspec.Struct, frozen=True, kw_only=True):
     silent_s: float
     stalled_s: float
     draining: bool
+    emulated: bool = False
+    tokens: int = 0
+    health: DeviceHealth | None = None
+
+
+class QueueStats(msgspec.Struct, frozen=True, kw_only=True):
+    device_class: str
+    tier: str
+    depth: int
+    oldest_wait_s: float
 
 
 class Stats(Message, frozen=True, kw_only=True, tag="stats"):
@@ -232,15 +287,17 @@ class Stats(Message, frozen=True, kw_only=True, tag="stats"):
     oldest_wait_s: float
     workers: tuple[WorkerStats, ...]
     gateways: tuple[int, ...]
+    queues: tuple[QueueStats, ...] = ()
 
 
 FromGateway: TypeAlias = Submit | Cancel | Ping | StatsRequest
 Output: TypeAlias = Chunk | Finished | Failed
 ToGateway: TypeAlias = Output | Outputs | Pong | Stats
 FromWorker: TypeAlias = Register | Heartbeat | Output | Outputs
-ToWorker: TypeAlias = Welcome | Reset | Submit | Cancel | Drain
+ToWorker: TypeAlias = Welcome | Reset | Submit | DraftHint | Cancel | Drain
 AnyMessage: TypeAlias = (
     Submit
+    | DraftHint
     | Cancel
     | Ping
     | StatsRequest

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from mirror_sd import _native, model_store
-from mirror_sd.backends import registry
+from mirror_sd import _native
+from mirror_sd import engine as engines
 from mirror_sd.backends.native.native_backend import NativeBackend
 from mirror_sd.backends.protocol import RaggedBatch
 from mirror_sd.config import Config
@@ -64,12 +64,22 @@ def measure(
     rounds: int,
     repeats: int,
 ) -> dict[str, Any]:
-    """`{"bandwidth_gb_s", "rows"}`; raises `ConfigError` if the engine is not the native one."""
+    """`{"bandwidth_gb_s", "rows"}`, a row for each pair of tokens and context.
+
+    Raises `ConfigError` if the engine is not the native one, or a pair cannot be.
+    """
+    if max(tokens) > min(contexts):
+        raise ConfigError(
+            f"{max(tokens)} new tokens are more than a context of {min(contexts)} has"
+        )
     rows: list[Row] = []
     readings: list[float] = []
     details: dict[str, str] = {}
     for precision in precisions:
         backend = _load(config, precision, threads)
+        limit = backend.capabilities.max_context
+        if max(contexts) > limit:
+            raise ConfigError(f"the model's context is {limit} tokens, {max(contexts)} are asked")
         backend.allocate_kv(-(-max(contexts) // _BLOCK) + 1, _BLOCK)
         facts = backend.capabilities
         details[facts.precision] = f"{facts.isa}, {facts.detail}"
@@ -78,7 +88,6 @@ def measure(
             Row(facts.precision, count, context, backend.weight_bytes + context * per_token)
             for context in contexts
             for count in tokens
-            if count <= context
         ]
         for _ in range(rounds):
             for row in mine:
@@ -102,16 +111,9 @@ def _one_token(rows: Sequence[Row], of: Row) -> float:
 
 
 def _load(config: Config, precision: str, threads: int) -> NativeBackend:
-    pool = next(iter(config.pools.values()))
-    backend = registry.create(
-        pool.engine,
-        model_store.resolve(config.model.path),
-        device=pool.device,
-        precision=precision,
-        threads=threads,
-        max_context=config.model.max_context,
-        kv=config.engine.kv_precision,
-    )
+    name, pool = next(iter(config.pools.items()))
+    pools = {name: pool.model_copy(update={"precision": precision})}
+    backend = engines.create_backend(config.model_copy(update={"pools": pools}), name, threads)
     if not isinstance(backend, NativeBackend):
         raise ConfigError(
             f"bench forward measures the native engine, this is {backend.capabilities.name}"

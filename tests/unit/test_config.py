@@ -92,6 +92,21 @@ def test_class_of_devices_is_upper_case_in_the_scheduler_and_lower_in_the_enviro
     assert load(environ=environ).scheduler.max_batch_size.of("cpu") == 5
 
 
+def test_a_pool_named_by_a_flag_or_the_environment_stands_beside_the_default_one() -> None:
+    config = load(overrides=["pools.gpu.engine=emulated"], environ={"MIRROR_SD__POOLS__TPU": "{}"})
+    assert sorted(config.pools) == ["cpu", "gpu", "tpu"]
+    assert config.pools["cpu"].engine == "auto"
+    assert config.pools["gpu"].engine == "emulated"
+
+
+def test_the_admin_port_follows_the_port_unless_it_is_given() -> None:
+    ports = [
+        load(overrides=flags, environ={}).server.effective_admin_port
+        for flags in ([], ["server.port=65000"], ["server.admin_port=7"])
+    ]
+    assert ports == [9080, 64000, 7]
+
+
 def test_pool_without_settings_has_the_defaults(tmp_path: Path) -> None:
     config = load(written(tmp_path, "pools:\n  gpu:\n"), environ={})
     assert list(config.pools) == ["gpu"]
