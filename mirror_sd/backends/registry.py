@@ -14,6 +14,8 @@ from mirror_sd.model_store import ModelFiles
 
 log = logging.getLogger(__name__)
 
+# Of `_native.Decoder`.
+_MOST_THREADS = 1024
 PRECISIONS = ("auto", "fp32", "bf16", "int8")
 
 
@@ -73,6 +75,9 @@ def _native(files: ModelFiles, setting: Setting) -> Backend:
 
     if setting.device != "cpu":
         raise ConfigError(f"the native engine computes on the device 'cpu', not {setting.device!r}")
+    threads = setting.threads or len(os.sched_getaffinity(0))
+    if threads > _MOST_THREADS:
+        raise ConfigError(f"{threads} threads; the native engine takes at most {_MOST_THREADS}")
     isa = chosen_isa()
     precision = "int8" if setting.precision == "auto" else setting.precision
     plan = PrecisionPlan.native(precision, setting.kv)
@@ -80,7 +85,6 @@ def _native(files: ModelFiles, setting: Setting) -> Backend:
         lowered = program.load(files, plan, setting.max_context)
     except UnsupportedModel as error:
         return _unsupported(error, files, setting)
-    threads = setting.threads or len(os.sched_getaffinity(0))
     try:
         return NativeBackend(lowered, threads=threads, isa=isa, source=files.path)
     except UnsupportedModel as error:

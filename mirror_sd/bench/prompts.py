@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 from pathlib import Path
 from typing import Any
@@ -41,16 +42,38 @@ def load(dataset: Path | None, limit: int | None = None) -> list[Messages]:
         return chats[:limit]
     chats = []
     try:
-        lines = dataset.read_text(encoding="utf-8").splitlines()
+        lines = dataset.read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n")
     except OSError as error:
         raise ConfigError(f"cannot read the data set {dataset}: {error.strerror}") from error
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
-            chats.append(json.loads(line)["messages"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{dataset}:{number}: not a JSON object with `messages`") from error
+            chats.append(_messages(line))
+        except ValueError as error:
+            raise ConfigError(f"{dataset}:{number}: {error}") from error
     if not chats:
         raise ConfigError(f"{dataset} has no conversation")
     return chats[:limit]
+
+
+def _messages(line: bytes) -> Messages:
+    """Raises `ValueError` saying what is wrong with a line."""
+    try:
+        messages = json.loads(line.decode())["messages"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError("not a JSON object with `messages`") from error
+    if not isinstance(messages, list) or not messages:
+        raise ValueError("`messages` is not a list of messages")
+    for message in messages:
+        if not isinstance(message, dict):
+            raise ValueError("a message is not an object")
+        for key in ("role", "content"):
+            if not _is_text(message.get(key)):
+                raise ValueError(f"the `{key}` of a message is not text")
+    return messages
+
+
+def _is_text(value: object) -> bool:
+    """Whether it is a string without half a surrogate pair, which JSON can hold."""
+    return isinstance(value, str) and not any("\ud800" <= c <= "\udfff" for c in value)

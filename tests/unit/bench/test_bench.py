@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 
 import pytest
@@ -83,15 +84,63 @@ def test_the_built_in_prompts_can_be_limited():
     assert prompts.load(None, 2)[1][0]["role"] == "user"
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [("{", ":1: not a JSON object"), ('{"a": 1}', ":1: not a JSON"), ("\n\n", "no conversation")],
-)
-def test_a_bad_data_set_is_named_with_its_line(tmp_path, text, says):
+BAD_LINES = [
+    ("{", "not a JSON object"),
+    ('{"a": 1}', "not a JSON"),
+    ("[1]", "not a JSON"),
+    ("[" * 100_000, "not a JSON"),
+    (b"\xff\xfe", "not a JSON"),
+    ('{"messages": null}', "`messages` is not a list"),
+    ('{"messages": "hi"}', "`messages` is not a list"),
+    ('{"messages": []}', "`messages` is not a list"),
+    ('{"messages": ["hi"]}', "a message is not an object"),
+    ('{"messages": [{"role": "user"}]}', "the `content` of a message is not text"),
+    ('{"messages": [{"content": "hi"}]}', "the `role` of a message is not text"),
+    ('{"messages": [{"role": "user", "content": null}]}', "the `content` of a message is not"),
+    ('{"messages": [{"role": "user", "content": ["hi"]}]}', "the `content` of a message is"),
+    ('{"messages": [{"role": "user", "content": "\\ud800"}]}', "the `content` of a message is"),
+]
+
+
+@pytest.mark.parametrize(("line", "says"), BAD_LINES)
+def test_a_bad_data_set_is_named_with_its_line(tmp_path, line, says):
+    path = tmp_path / "data.jsonl"
+    good = b'{"messages": [{"role": "user", "content": "hi"}]}\n\n'
+    path.write_bytes(good + (line if isinstance(line, bytes) else line.encode()))
+    with pytest.raises(ConfigError, match=f"data.jsonl:3: {says}"):
+        prompts.load(path)
+
+
+@pytest.mark.parametrize("text", ["", "\n \r\n"])
+def test_a_data_set_without_a_line_is_named(tmp_path, text):
     path = tmp_path / "data.jsonl"
     path.write_text(text)
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match="no conversation"):
         prompts.load(path)
+
+
+def test_only_a_newline_ends_a_line_of_a_data_set(tmp_path):
+    """JSON may hold the other ends of lines of Unicode as they are; editors add a mark."""
+    text = "one\u2028two\x85three"
+    line = json.dumps({"messages": [{"role": "user", "content": text}]}, ensure_ascii=False)
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(f"\ufeff{line}\r\n{line}\r\n".encode())
+    assert prompts.load(path) == [[{"role": "user", "content": text}]] * 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--tokens", "1,256", "--contexts", "128,2048"], "256 new tokens are more than a context"),
+        (["--contexts", "9000"], "context is 8192 tokens, 9000 are asked"),
+        (["--contexts", "99999999999999"], "context is 8192 tokens, 99999999999999 are asked"),
+        (["--threads", "1025"], "1025 threads; the native engine takes at most 1024"),
+    ],
+)
+def test_a_forward_that_cannot_be_is_refused_in_a_sentence(default_model, arguments, says):
+    result = CliRunner().invoke(app, ["forward", "--json", "--precision", "int8", *arguments])
+    assert isinstance(result.exception, ConfigError) and says in result.exception.message
+    assert result.stdout == ""
 
 
 @pytest.mark.parametrize("wrong", ["of", "off,of", ","])
