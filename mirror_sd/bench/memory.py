@@ -51,6 +51,10 @@ def fill(
     engine = engines.build_on(backend, config, pool)
     weights_mb = _weight_bytes(backend) / MB
     size = config.engine.block_size
+    if length > backend.capabilities.max_context:
+        raise ConfigError(
+            f"the model's context is {backend.capabilities.max_context} tokens, {length} are asked"
+        )
     blocks = streams * -(-length // size)
     kv_mb = blocks * backend.kv_bytes_per_block(size) / MB
     loaded_mb = peak_rss_mb()

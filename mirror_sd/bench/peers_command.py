@@ -57,7 +57,7 @@ def peers(
     """
     config = configuration.load(overrides=overrides or ())
     chats, tokenizer = prompts.load(dataset, limit), load_tokenizer(config)
-    pool = next(iter(config.pools))
+    pool, settings = next(iter(config.pools.items()))
     task = peers_bench.Task(
         prompts=encode(tokenizer, chats),
         stop=tokenizer.facts.eos_token_ids,
@@ -65,7 +65,7 @@ def peers(
         streams=concurrency,
         prefill=prefill,
         rounds=rounds,
-        threads=thread_count(threads),
+        threads=thread_count(threads or settings.threads),
     )
     own = peer_lineup.ours(
         one_of(precision, get_args(configuration.Precision), "--precision"),

@@ -76,3 +76,8 @@ def test_streams_that_do_not_fit_are_refused(default_model, key):
         app, ["memory", "--concurrency", "2", "--length", "1024", "--set", key]
     )
     assert "raise scheduler.max_batch_size or engine.kv_cache_mb" in str(result.exception)
+
+
+def test_streams_beyond_the_context_are_refused(default_model):
+    result = CliRunner().invoke(app, ["memory", "--concurrency", "1", "--length", "8193"])
+    assert "context is 8192 tokens, 8193 are asked" in str(result.exception)

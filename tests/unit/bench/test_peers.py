@@ -343,3 +343,14 @@ def test_the_peer_drivers_need_nothing_of_ours(bare_python):
 @pytest.mark.parametrize("option", ["--precision", "--drafters"])
 def test_an_unknown_word_is_bad_usage(option):
     assert CliRunner().invoke(app, ["peers", option, "int7"]).exit_code == 2
+
+
+@pytest.mark.parametrize(("arguments", "threads"), [([], 3), (["--threads", "1"], 1)])
+def test_all_engines_have_the_threads_asked_or_those_of_the_configuration(
+    default_model, monkeypatch, arguments, threads
+):
+    given: list[int] = []
+    monkeypatch.setattr(peers, "run", lambda task, *_, **__: given.append(task.threads) or {})
+    settings = ["--json", "--limit", "1", "--set", "pools.cpu.threads=3"]
+    result = CliRunner().invoke(app, ["peers", *settings, *arguments])
+    assert (result.exit_code, given) == (0, [threads])
