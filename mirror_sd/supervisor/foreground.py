@@ -50,6 +50,7 @@ def _run(config: Config, claim: Claim, announce: Callable[[str], None]) -> int:
     files = preflight.find_model(config, _log.info)
     tokenizer_files.export(files, run.tokenizer)
     run.config_json.write_text(config.model_dump_json(indent=2), encoding="utf-8")
+    run_directory.write_admin_token(run)
     error_log = run_directory.logs(run) / "nginx.log"
     text = edge.render(config, run, nginx, error_log)
     (run.nginx / "nginx.conf").write_text(text, encoding="utf-8")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import secrets
 import shutil
 import signal
 import time
@@ -24,6 +25,7 @@ from mirror_sd.errors import SetupError
 _LONGEST_SOCKET_PATH = 107
 _ORPHANS_GONE_S = 5.0
 _LOCK_ATTEMPTS = 5
+_TOKEN_BYTES = 32
 
 
 class Claim:
@@ -87,6 +89,18 @@ def supervisor_pid(run: RunDir) -> int | None:
 def logs(run: RunDir) -> Path:
     """Directory of the processes' logs, one file a process."""
     return run.path / "logs"
+
+
+def write_admin_token(run: RunDir) -> str:
+    """Draw the bearer token of the admin endpoints; only the stack's user can read the file.
+
+    nginx reads it when it starts, so write it before.
+    """
+    token = secrets.token_urlsafe(_TOKEN_BYTES)
+    fd = os.open(run.admin_token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(fd, "w", encoding="ascii") as file:
+        file.write(token)
+    return token
 
 
 def end_orphans(run: RunDir) -> list[int]:

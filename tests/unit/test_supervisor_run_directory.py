@@ -51,6 +51,19 @@ def test_claimed_directory_is_private_and_gone_after_release(run: RunDir) -> Non
     assert not run.path.parent.exists()
 
 
+def test_each_stack_has_an_admin_token_of_its_own_that_only_its_user_reads(run: RunDir) -> None:
+    tokens = set()
+    for _ in range(2):
+        claim = Claim(run)
+        claim.acquire()
+        tokens.add(run_directory.write_admin_token(run))
+        assert run.admin_token.stat().st_mode & 0o777 == 0o600
+        assert run.admin_token.read_text() in tokens
+        claim.release()
+    assert len(tokens) == 2
+    assert all(len(token) >= 43 for token in tokens)
+
+
 def test_directory_of_a_live_supervisor_is_refused_and_left_alone(run: RunDir) -> None:
     holder = Claim(run)
     holder.acquire()
