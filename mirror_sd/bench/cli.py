@@ -38,6 +38,7 @@ from mirror_sd.bench.options import (
     thread_count,
 )
 from mirror_sd.engine import Engine
+from mirror_sd.errors import SetupError
 from mirror_sd.offline import load_tokenizer
 
 app = typer.Typer(no_args_is_help=True, help="Measure speed and exactness on this machine.")
@@ -113,7 +114,13 @@ def forward_command(
     as_json: AsJson = False,
 ) -> None:
     """Milliseconds of one forward against the time of reading weights and cache once."""
-    from mirror_sd.bench import forward
+    try:
+        from mirror_sd.bench import forward
+    except ImportError as error:
+        raise SetupError(
+            f"bench forward measures the native engine, which is not built ({error}): install a"
+            " C++ compiler and install mirror-sd again"
+        ) from error
 
     config = configuration.load(overrides=overrides or ())
     report = forward.measure(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import socket
+import subprocess
+import sys
 
 import pytest
 from typer.testing import CliRunner
@@ -147,6 +149,20 @@ def test_a_forward_that_cannot_be_is_refused_in_a_sentence(default_model, argume
 def test_an_unknown_drafter_is_refused(wrong):
     result = CliRunner().invoke(app, ["decode", "--drafters", wrong])
     assert result.exit_code == 2
+
+
+def test_without_the_extension_a_forward_is_refused_in_a_sentence():
+    code = """
+import sys
+sys.modules["mirror_sd._native"] = None  # an import of it fails
+from mirror_sd import cli
+sys.argv = ["mirror-sd", "bench", "forward", "--json"]
+cli.main()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "the native engine, which is not built" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_a_port_without_a_stack_is_named(unused_tcp_port):
