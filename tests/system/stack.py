@@ -61,7 +61,8 @@ def on_this_load(seconds: float) -> float:
 
 class Stack:
     """`settings` are `--set` items. `command` starts it in the foreground: `mirror-sd up`, or
-    `ops/up`. `base`, where given, is another stack's, to keep both run directories in one."""
+    `ops/up`. `base`, where given, is another stack's, to keep both run directories in one. Its
+    admin port and its file of API keys, which is not there at first, are its own."""
 
     def __init__(
         self,
@@ -69,12 +70,14 @@ class Stack:
         command: Sequence[str] = (*CLI, "up"),
         base: Path | None = None,
     ) -> None:
-        self.port = free_port()
+        self.port, self.admin_port = free_port(), free_port()
         # Short: paths of unix sockets are limited to 107 bytes.
         self.base = base or Path(tempfile.mkdtemp(prefix="msd-", dir="/tmp"))
         self.url = f"http://127.0.0.1:{self.port}"
+        self.keys = self.base / f"{self.port}-keys.json"
+        own = (f"server.admin_port={self.admin_port}", f"server.keys_file={self.keys}")
         self._arguments = [*command, "--port", str(self.port)]
-        for item in settings:
+        for item in (*own, *settings):
             self._arguments += ["--set", item]
         self._log = self.base / f"{self.port}.log"
         self._seen: dict[int, psutil.Process] = {}
