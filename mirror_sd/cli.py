@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mirror_sd import __version__, logs
+from mirror_sd import __version__, key_cli, logs
 from mirror_sd.errors import MirrorError, SetupError
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ app = typer.Typer(
 )
 model_app = typer.Typer(no_args_is_help=True, help="Fetch and list models.")
 app.add_typer(model_app, name="model")
+app.add_typer(key_cli.app, name="key")
 
 Port = Annotated[
     int,

@@ -52,6 +52,8 @@ def cli(
             ),
         ),
         (("model",), ("pull", "list")),
+        (("key",), ("add", "list", "revoke")),
+        (("key", "add"), ("--tenant", "--tier", "--tokens-per-minute", "server.keys_file", "acme")),
         (("model", "pull"), ("MIRROR_SD_CACHE", "smollm2-135m-instruct")),
     ],
 )
