@@ -6,13 +6,35 @@ import importlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypedDict
 
+import msgspec
 import typer
 
 from mirror_sd.errors import ConfigError, SetupError
 
 Report = Mapping[str, Any]
+
+
+class _Row(TypedDict):
+    precision: str
+    tokens: int
+    context: int
+    ms: float
+    floor_ms: float
+
+
+class _Machine(TypedDict):
+    cpu: str
+    at: str
+
+
+_KINDS: Mapping[str, Any] = {
+    "speeds": dict[str, dict[str, float]],
+    "ratios": dict[str, dict[str, Any]],
+    "machine": _Machine,
+    "rows": list[_Row],
+}
 OURS_COLOUR, PEER_COLOUR = "#c8553d", "#8d99ae"
 LINE_COLOURS = {"int8": "#c8553d", "bf16": "#2a6f97", "fp32": "#588157"}
 NAMES = {
@@ -26,26 +48,33 @@ NAMES = {
 def draw(peers: Report, forward: Report, out: Path) -> None:
     """Write the picture, a PNG, from the reports of `bench peers` and `bench forward`.
 
-    Raises `SetupError` where matplotlib is missing, `ConfigError` where a report lacks a part.
+    Raises `SetupError` where matplotlib is missing, `ConfigError` where a report lacks a part or
+    the picture cannot be written.
     """
     pyplot = _pyplot()
-    speeds = _part(peers, "speeds", "the report of bench peers")
+    about_peers = "the report of bench peers"
+    speeds = _part(peers, "speeds", about_peers)
+    described = _part(peers, "machine", about_peers)
+    ratios = _part(peers, "ratios", about_peers) if peers.get("ratios") else {}
     rows = _part(forward, "rows", "the report of bench forward")
     panels = _panels(speeds, peers)
     figure, axes = pyplot.subplots(
         1, len(panels) + 1, figsize=(4.6 * (len(panels) + 1), 4.8), layout="constrained"
     )
-    own = sorted({name for metric in peers.get("ratios", {}).values() for name in metric})
+    own = sorted({name for metric in ratios.values() for name in metric})
     for axis, (title, values) in zip(axes, panels, strict=False):
         _bars(axis, title, values, own)
     _floor(axes[-1], rows)
-    described = _part(peers, "machine", "the report of bench peers")
     figure.suptitle(
         f"{peers.get('model')}, greedy: {described['cpu']}, {peers.get('threads')} threads,"
         f" {described['at'][:10]}"
     )
-    figure.savefig(out, dpi=150)
-    pyplot.close(figure)
+    try:
+        figure.savefig(out, dpi=150, format="png")
+    except OSError as error:
+        raise ConfigError(f"cannot write {out}: {error.strerror}") from error
+    finally:
+        pyplot.close(figure)
 
 
 def _pyplot() -> Any:
@@ -72,7 +101,10 @@ def _panels(
 def _part(report: Report, key: str, what: str) -> Any:
     if not report.get(key):
         raise ConfigError(f"{what} has no {key!r}")
-    return report[key]
+    try:
+        return msgspec.convert(report[key], _KINDS[key])
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{what} is damaged: {key!r}: {error}") from error
 
 
 def label(engine: str) -> str:

@@ -82,12 +82,27 @@ def test_engines_have_readable_names(engine, label):
         (PEERS | {"speeds": {}}, FORWARD, "bench peers has no 'speeds'"),
         (PEERS | {"speeds": {"prefill": {"x": 1.0}}}, FORWARD, "neither one stream nor several"),
         (PEERS, {"rows": []}, "bench forward has no 'rows'"),
+        (PEERS | {"speeds": [1]}, FORWARD, "bench peers is damaged: 'speeds'"),
+        (PEERS | {"machine": {"cpu": "x"}}, FORWARD, "bench peers is damaged: 'machine'"),
+        (PEERS | {"ratios": [1]}, FORWARD, "bench peers is damaged: 'ratios'"),
+        (PEERS, {"rows": 5}, "bench forward is damaged: 'rows'"),
+        (PEERS, {"rows": [{}]}, "bench forward is damaged: 'rows'"),
     ],
 )
 def test_a_report_without_a_part_is_named(tmp_path, peers, forward, says):
     with pytest.raises(ConfigError, match=says):
         plot.draw(peers, forward, tmp_path / "out.png")
     assert not (tmp_path / "out.png").exists()
+
+
+def test_a_picture_that_cannot_be_written_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"cannot write .*/none/out.png: No such file"):
+        plot.draw(PEERS, FORWARD, tmp_path / "none" / "out.png")
+
+
+def test_a_picture_is_a_png_whatever_its_name(tmp_path):
+    plot.draw(PEERS, FORWARD, tmp_path / "out.xyz")
+    assert (tmp_path / "out.xyz").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
