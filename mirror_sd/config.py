@@ -257,6 +257,17 @@ class Config(_Section):
     broker: BrokerConfig = BrokerConfig()
     probe: ProbeConfig = ProbeConfig()
 
+    @model_validator(mode="after")
+    def _cache_format_of_the_engines(self) -> Self:
+        if self.engine.kv_precision == "int8":
+            for name, pool in self.pools.items():
+                if pool.engine not in ("auto", "native", "emulated"):
+                    raise ValueError(
+                        f"engine.kv_precision is int8, which only the native engine has;"
+                        f" pools.{name}.engine is {pool.engine}"
+                    )
+        return self
+
     @field_validator("pools", mode="before")
     @classmethod
     def _pool_without_settings(cls, pools: Any) -> Any:

@@ -3,14 +3,17 @@
 # result is not there. Needs $root, the clone.
 #
 #   MIRROR_SD_PYTHON  the Python for .venv (3.11 or newer); default: the first found
-#   MIRROR_SD_TORCH   the requirement that installs torch; default below
+#   MIRROR_SD_TORCH   the requirement that installs torch; default: the release below, its CPU build
+#                     where there is no NVIDIA driver (the other one brings gigabytes of CUDA)
 #   CXX               the C++ compiler; default: the first found of g++, clang++, c++
 
 root=${root:?is set by the script that sources this}
 venv="$root/.venv"
 stamp="$venv/.mirror-sd"
 native_stamp="$venv/.mirror-sd-native"
-torch="${MIRROR_SD_TORCH:-torch==2.13.0}"
+torch_release=torch==2.13.0
+torch="${MIRROR_SD_TORCH:-$torch_release}"
+torch_cpu_index=https://download.pytorch.org/whl/cpu
 build_packages=('setuptools>=77' 'nanobind>=3.1') # as [build-system] of pyproject.toml
 run_packages=(nginx libnginx-mod-http-lua lua-resty-core lua-resty-lrucache lua-cjson
     libluajit2-5.1-2)
@@ -171,15 +174,28 @@ install_venv() {
         say "installing Python packages; the first time takes minutes"
         # torch first, by itself: it alone decides which build of it is used.
         (cd "$root" &&
-            "$venv/bin/python" -m pip install --disable-pip-version-check "$torch" \
-                "${build_packages[@]}" >&2 &&
-            "$venv/bin/python" -m pip install --disable-pip-version-check \
-                --no-build-isolation -e ".$extras" >&2) ||
+            pip_install "${build_packages[@]}" && install_torch &&
+            pip_install --no-build-isolation -e ".$extras") ||
             die "pip failed, see above; the next run goes on from here"
         fingerprint "$kind" >"$stamp.new"
         mv "$stamp.new" "$stamp"
     fi
     exec 9<&-
+}
+
+pip_install() {
+    "$venv/bin/python" -m pip install --disable-pip-version-check --quiet "$@" >&2
+}
+
+install_torch() {
+    if [ -n "${MIRROR_SD_TORCH:-}" ] || has_command nvidia-smi; then
+        pip_install "$torch"
+        return
+    fi
+    # The first where the configured index has the CPU build, the last where no other can be had.
+    pip_install "$torch_release+cpu" 2>/dev/null ||
+        pip_install --extra-index-url "$torch_cpu_index" "$torch_release+cpu" ||
+        pip_install "$torch_release"
 }
 
 # A .venv that another clone left, or that was interrupted while it was made, is of no use.

@@ -167,6 +167,8 @@ def run(
     line_up = peer_lineup.peers(
         python, files, wanted=wanted, context=task.context, threads=task.threads, report=report
     )
+    if not line_up.contestants:
+        report("no peer can be measured, only our own engine; `absent` says why for each")
     contestants = [*own, *line_up.contestants]
     sitting = Sitting(task, report)
     described = machine.describe()

@@ -32,7 +32,7 @@ class RunningStack:
             self._processes = [(_role(p), p) for p in supervisor.children(recursive=True)]
             self._processes.append(("supervisor", supervisor))
         except (OSError, ValueError, psutil.Error) as error:
-            raise SetupError(f"no stack of port {port} is found in {run.path}: {error}") from error
+            raise SetupError(f"no stack runs on port {port} (looked in {run.path})") from error
 
     @property
     def threads(self) -> int:

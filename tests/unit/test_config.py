@@ -99,6 +99,11 @@ def test_a_pool_named_by_a_flag_or_the_environment_stands_beside_the_default_one
     assert config.pools["gpu"].engine == "emulated"
 
 
+def test_an_int8_cache_with_an_engine_that_has_none_is_refused_before_anything_starts() -> None:
+    with pytest.raises(ConfigError, match=r"kv_precision is int8.*pools\.cpu\.engine is torch"):
+        load(overrides=["engine.kv_precision=int8", "pools.cpu.engine=torch"], environ={})
+
+
 def test_the_admin_port_follows_the_port_unless_it_is_given() -> None:
     ports = [
         load(overrides=flags, environ={}).server.effective_admin_port

@@ -147,7 +147,7 @@ def test_nobody_there_is_told_in_a_sentence(tmp_path, monkeypatch):
     with pytest.raises(SetupError, match=f"no stack answers on port {port}"):
         LoadGenerator(port, 1)
     monkeypatch.setenv("MIRROR_SD_RUN_DIR", str(tmp_path))
-    with pytest.raises(SetupError, match=f"no stack of port {port}"):
+    with pytest.raises(SetupError, match=f"no stack runs on port {port}"):
         RunningStack(port)
 
 
