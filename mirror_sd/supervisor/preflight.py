@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import ipaddress
 import shutil
 import socket
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import psutil
 from mirror_sd import model_store
 from mirror_sd.config import Config
 from mirror_sd.errors import ConfigError, ModelError, SetupError
+from mirror_sd.keys import KeyFile
 from mirror_sd.model_store import ModelFiles
 
 # Sockets, logs, metrics and the tokenizer; a full disk would kill the metrics' memory maps.
@@ -57,6 +59,31 @@ def _holder(port: int) -> str:
             except psutil.Error:
                 return f" by pid {connection.pid}"
     return ""
+
+
+def check_exposure(config: Config) -> bool:
+    """Whether clients need a key. Raises `SetupError` where anyone on the network could ask
+    without one, and where the file of keys is damaged."""
+    server = config.server
+    keys = KeyFile(server.effective_keys_file).read()
+    is_usable = any(not key.revoked for key in keys)
+    if not is_usable and not _is_loopback(server.host):
+        raise SetupError(
+            f"server.host is {server.host!r} but {server.effective_keys_file} has no key that is "
+            "valid: anyone could use the server; make one by `mirror-sd key add --tenant NAME`, "
+            "or listen on 127.0.0.1"
+        )
+    return bool(keys)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError):
+        return False
+    addresses = [ipaddress.ip_address(str(item[4][0]).partition("%")[0]) for item in found]
+    # Of an empty name getaddrinfo makes the address that any other machine can reach.
+    return bool(host) and all(address.is_loopback for address in addresses)
 
 
 def check_disk(directory: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import socket
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import Any
 import psutil
 
 from mirror_sd.config import RunDir
+from mirror_sd.supervisor.unix_connection import UnixConnection
 
 _ANSWER_S = 3.0
 # Processes that serve only through the children they fork.
@@ -101,7 +101,7 @@ def _sum(workers: list[dict[str, Any]] | None, key: str) -> int | None:
 
 
 def _get_json(path: Path, resource: str) -> dict[str, Any]:
-    connection = _UnixConnection(path)
+    connection = UnixConnection(path, _ANSWER_S)
     try:
         connection.request("GET", resource)
         answer = connection.getresponse()
@@ -112,14 +112,3 @@ def _get_json(path: Path, resource: str) -> dict[str, Any]:
         return decoded
     finally:
         connection.close()
-
-
-class _UnixConnection(http.client.HTTPConnection):
-    def __init__(self, path: Path) -> None:
-        super().__init__("localhost", timeout=_ANSWER_S)
-        self._path = path
-
-    def connect(self) -> None:
-        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.sock.settimeout(_ANSWER_S)
-        self.sock.connect(str(self._path))

@@ -67,7 +67,8 @@ class Stack:
         Raises `SetupError` when a process dies or `server.start_timeout_s` is over.
         """
         server = self._config.server
-        check = ReadinessCheck(_reachable(server.host), server.port, model)
+        gateway = self._run.gateway_socket(0)
+        check = ReadinessCheck(_reachable(server.host), server.port, model, gateway)
         deadline = self._clock() + server.start_timeout_s
         try:
             while not check.is_ready and not self.is_stopping:

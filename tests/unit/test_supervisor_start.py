@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import socketserver
 import subprocess
 import threading
 import time
@@ -16,6 +17,7 @@ import pytest
 
 from mirror_sd.config import Config, RunDir, load
 from mirror_sd.errors import SetupError
+from mirror_sd.keys import KeyFile
 from mirror_sd.supervisor import (
     edge,
     foreground,
@@ -46,6 +48,29 @@ def test_taken_port_is_told_with_its_holder() -> None:
 def test_address_of_another_machine_is_refused(host: str) -> None:
     with pytest.raises(SetupError, match=host):
         preflight.check_port(host, 0)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "203.0.113.7", "no.such.host.invalid"])
+def test_address_that_others_reach_needs_a_key_that_is_valid(host: str, tmp_path: Path) -> None:
+    keys = KeyFile(tmp_path / "keys.json")
+    settings = [f"server.host='{host}'", f"server.keys_file={keys.path}"]
+    config = load(overrides=settings, environ={})
+    for _ in range(2):  # without any key, then with a revoked one
+        with pytest.raises(SetupError, match="mirror-sd key add"):
+            preflight.check_exposure(config)
+        keys.revoke(keys.add("acme", "vip")[0].id)
+    keys.add("acme", "vip")
+    assert preflight.check_exposure(config)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.0.1", "::1", "localhost"])
+def test_loopback_needs_no_key(host: str, tmp_path: Path) -> None:
+    file = tmp_path / "keys.json"
+    config = load(overrides=[f"server.host='{host}'", f"server.keys_file={file}"], environ={})
+    assert not preflight.check_exposure(config)
+    file.write_text("{}")
+    with pytest.raises(SetupError, match=str(file)):
+        preflight.check_exposure(config)
 
 
 def test_full_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,7 +176,7 @@ class _Server(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    server: _Server
+    server: _Server | _GatewaySocket
 
     def _answer(self) -> None:
         self.server.asked.append(f"{self.command} {self.path}")
@@ -187,6 +212,31 @@ def test_ready_is_a_generation_after_health() -> None:
         check.join(5)
         assert check.is_ready
         assert server.asked == ["GET /health", "POST /v1/completions"]
+
+
+class _GatewaySocket(socketserver.UnixStreamServer):
+    answers: dict[str, int]
+    asked: list[str]
+
+    def get_request(self) -> tuple[socket.socket, tuple[str, int]]:
+        return self.socket.accept()[0], ("", 0)
+
+
+def test_where_a_key_is_needed_the_generation_is_asked_of_a_gateway(tmp_path: Path) -> None:
+    path = tmp_path / "gateway-0.sock"
+    with (
+        http_server(**{"/v1/completions": 401}) as server,
+        _GatewaySocket(str(path), _Handler) as gateway,
+    ):
+        gateway.asked, gateway.answers = [], {"/v1/completions": 200}
+        thread = threading.Thread(target=gateway.handle_request)
+        thread.start()
+        check = ReadinessCheck("127.0.0.1", server.server_port, "m", path)
+        check.start()
+        check.join(5)
+        thread.join(5)
+        assert check.is_ready
+        assert gateway.asked == ["POST /v1/completions"]
 
 
 def test_stack_that_cannot_generate_is_not_ready_and_says_why() -> None:
