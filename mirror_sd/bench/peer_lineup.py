@@ -181,9 +181,9 @@ class _Forms:
         if name in self._failed:
             raise self._failed[name]
         self._report(f"preparing {target}")
-        self._cache.mkdir(parents=True, exist_ok=True)
         scratch = self._cache / f".new-{name}"
         try:
+            self._cache.mkdir(parents=True, exist_ok=True)
             with PeerProcess(peer_command(self._python), self._threads) as process:
                 process.call(
                     "prepare",
@@ -197,10 +197,14 @@ class _Forms:
         except PeerFailed as error:
             self._failed[name] = error
             raise
+        except OSError as error:
+            self._failed[name] = PeerFailed(f"cannot keep {target}: {error.strerror}")
+            raise self._failed[name] from error
         finally:
             if scratch.is_dir():
                 shutil.rmtree(scratch)
-            scratch.unlink(missing_ok=True)
+            elif scratch.exists():
+                scratch.unlink()
         return target
 
 

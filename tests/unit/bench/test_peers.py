@@ -256,6 +256,14 @@ def test_a_form_that_cannot_be_made_leaves_its_peers_out_and_nothing_behind(gguf
     assert {path.name for path in cache.iterdir()} == {"transformers", "bf16.gguf"}
 
 
+def test_forms_that_cannot_be_kept_leave_their_peers_out(gguf_lineup, tmp_path):
+    (tmp_path / "cache").write_text("a file where the cache should be")
+    lineup, prepared = gguf_lineup()
+    assert [one.name for one in lineup.contestants] == ["llamacpp-q4_1"]
+    assert all("cannot keep" in row["reason"] for row in lineup.absent)
+    assert prepared == ["transformers", "q8_0.gguf", "bf16.gguf"]
+
+
 @pytest.fixture(scope="module")
 def tiny_directory(tmp_path_factory) -> Path:
     import torch
