@@ -13,15 +13,15 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from mirror_sd import telemetry
 from mirror_sd.backends.protocol import Backend, Capabilities
 from mirror_sd.config import Config, EngineConfig, PoolConfig, SpeculationConfig
+from mirror_sd.engine_stats import EngineStats
 from mirror_sd.errors import ConfigError, ContextLengthExceeded, InvalidRequest
 from mirror_sd.memory.block_pool import BlockPool
 from mirror_sd.memory.prefix_cache import PrefixCache
-from mirror_sd.messages import Finished, SequenceUsage, Submit
+from mirror_sd.messages import Chunk, DeviceHealth, Finished, SequenceUsage, Submit
 from mirror_sd.speculative import drafters
 from mirror_sd.speculative.decode_loop import DecodeLoop, Output
 from mirror_sd.speculative.length_controller import WindowController
@@ -29,15 +29,6 @@ from mirror_sd.speculative.sampler import open_chooser
 from mirror_sd.speculative.sequence import Sequence
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    running: int
-    waiting: int
-    kv_blocks_used: int
-    kv_blocks_free: int
-    steps: int
 
 
 class Engine:
@@ -81,6 +72,7 @@ class Engine:
         self._finished_early: list[Output] = []
         self._arrivals = itertools.count()
         self._steps = 0
+        self._tokens = 0
         self._metrics = _EngineMetrics(device_class)
 
     @property
@@ -94,7 +86,12 @@ class Engine:
             kv_blocks_used=self._pool.used,
             kv_blocks_free=self._pool.free,
             steps=self._steps,
+            tokens=self._tokens,
         )
+
+    def health(self) -> DeviceHealth:
+        """Nothing is known here: the probe reads the host's and the cards' sensors itself."""
+        return DeviceHealth()
 
     def add(self, submit: Submit) -> None:
         """Queue a sequence. Raises `InvalidRequest` if it can never run here."""
@@ -187,7 +184,9 @@ class Engine:
         outputs, self._finished_early = self._finished_early, []
         self._admit()
         begin = self._clock()
-        outputs.extend(self._loop.step())
+        made = self._loop.step()
+        self._tokens += sum(len(item.tokens) for item in made if isinstance(item, Chunk))
+        outputs.extend(made)
         self._requeue_preempted()
         if self._loop.report.tokens:
             self._steps += 1

@@ -7,14 +7,14 @@ from typing import Protocol
 
 from mirror_sd import telemetry
 from mirror_sd.backends.protocol import Capabilities
-from mirror_sd.engine import EngineStats
+from mirror_sd.engine_stats import EngineStats
 from mirror_sd.errors import BY_CODE, CapacityError, InvalidRequest, MirrorError
-from mirror_sd.messages import Failed, Register, Submit
+from mirror_sd.messages import DeviceHealth, Failed, Register, Submit
 from workers.link import Outbound
 
 
 class Engine(Protocol):
-    """What the loop needs of `mirror_sd.engine.Engine`."""
+    """What the loop needs of `mirror_sd.engine.Engine` or `workers.emulated.EmulatedEngine`."""
 
     model_name: str
     slots: int
@@ -28,6 +28,10 @@ class Engine(Protocol):
     def abort(self, request_id: str) -> None: ...
     def step(self) -> Sequence[Outbound]: ...
     def stats(self) -> EngineStats: ...
+    def health(self) -> DeviceHealth:
+        """What it knows of its device; called on another thread than the rest."""
+        ...
+
     def check_integrity(self) -> None: ...
 
 
@@ -63,6 +67,7 @@ def registration(engine: Engine, worker_id: str, device_class: str, pid: int) ->
         precision=engine.capabilities.precision,
         slots=engine.slots,
         max_context=engine.max_context,
+        emulated=engine.capabilities.is_emulated,
     )
 
 

@@ -22,7 +22,6 @@ from collections.abc import Callable, Sequence
 from mirror_sd import logs
 from mirror_sd.child import CANNOT_START, die_with_parent
 from mirror_sd.config import from_run_dir
-from mirror_sd.engine import build
 from mirror_sd.errors import (
     CapacityError,
     InternalError,
@@ -38,6 +37,7 @@ from mirror_sd.messages import (
     Reset,
     Submit,
 )
+from workers import engines
 from workers.link import Inbound, Link, Lost, Outbound, Stop
 from workers.report import Engine, Gauges, refusal, registration
 
@@ -232,6 +232,8 @@ class Worker:
             kv_blocks_free=stats.kv_blocks_free,
             steps=stats.steps,
             draining=self._is_draining,
+            tokens=stats.tokens,
+            health=self._engine.health(),
         )
 
 
@@ -256,7 +258,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _load(device_class: str, index: int, threads: int | None) -> Worker:
     config, run_dir = from_run_dir()
     begin = time.monotonic()
-    engine = build(config, device_class, threads)
+    engine = engines.create(config, run_dir, device_class, threads)
     abilities = engine.capabilities
     _log.info(
         "loaded %s on %s %s (%s) in %.1f s",

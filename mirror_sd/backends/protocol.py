@@ -42,7 +42,8 @@ class RaggedBatch:
 @dataclass(frozen=True, slots=True)
 class Capabilities:
     """What the engine may rely on. `bit_stable`: a self-test at load found that a row's logits do
-    not depend on the other rows of the batch. `isa`: the instruction set of kernels of our own."""
+    not depend on the other rows of the batch. `isa`: the instruction set of kernels of our own.
+    `is_emulated`: nothing is computed, and answers are no model's."""
 
     name: str
     device: str
@@ -52,6 +53,7 @@ class Capabilities:
     bit_stable: bool
     detail: str = ""
     isa: str = ""
+    is_emulated: bool = False
 
 
 class Backend(Protocol):

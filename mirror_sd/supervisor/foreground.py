@@ -9,14 +9,15 @@ import sys
 from collections.abc import Callable
 from types import FrameType
 
-from mirror_sd import logs
+from mirror_sd import logs, model_store
 from mirror_sd.child import Waker
-from mirror_sd.config import Config, RunDir
+from mirror_sd.config import Config, PoolConfig, RunDir
+from mirror_sd.errors import ModelError
 from mirror_sd.supervisor import edge, preflight, run_directory
 from mirror_sd.supervisor.background import is_detached
 from mirror_sd.supervisor.run_directory import Claim
 from mirror_sd.supervisor.stack import Stack
-from mirror_sd.uir import tokenizer_files
+from mirror_sd.uir import stand_in_tokenizer, tokenizer_files
 
 _log = logging.getLogger(__name__)
 
@@ -47,8 +48,7 @@ def _run(config: Config, claim: Claim, announce: Callable[[str], None]) -> int:
     claim.acquire()
     preflight.check_port(config.server.host, config.server.port)
     preflight.check_disk(run.path)
-    files = preflight.find_model(config, _log.info)
-    tokenizer_files.export(files, run.tokenizer)
+    name = _lay_out_tokenizer(config, run)
     run.config_json.write_text(config.model_dump_json(indent=2), encoding="utf-8")
     run_directory.write_admin_token(run)
     error_log = run_directory.logs(run) / "nginx.log"
@@ -58,7 +58,22 @@ def _run(config: Config, claim: Claim, announce: Callable[[str], None]) -> int:
     waker.install()
     stack = Stack(config, run, nginx, wait=waker.wait)
     _catch(lambda *_: stack.stop())
-    return _serve(stack, config, config.model.served_name or files.name, announce)
+    return _serve(stack, config, config.model.served_name or name, announce)
+
+
+def _lay_out_tokenizer(config: Config, run: RunDir) -> str:
+    """The tokenizer's files for the gateways, fetching the model where its weights are needed;
+    returns the model's name."""
+    if any(pool.engine != "emulated" for pool in config.pools.values()):
+        files = preflight.find_model(config, _log.info)
+    else:
+        try:
+            files = model_store.resolve(config.model.path)
+        except ModelError as error:
+            _log.warning("%s; all is emulated, so a small tokenizer stands in", error.message)
+            return stand_in_tokenizer.export(config.model.path, run.tokenizer)
+    tokenizer_files.export(files, run.tokenizer)
+    return files.name
 
 
 def _serve(stack: Stack, config: Config, model: str, announce: Callable[[str], None]) -> int:
@@ -82,8 +97,12 @@ def _serve(stack: Stack, config: Config, model: str, announce: Callable[[str], N
 
 def _described(config: Config) -> str:
     parts = ["nginx", _count(config.server.gateways, "gateway"), "the broker"]
-    parts += [_count(pool.workers, f"{name} worker") for name, pool in config.pools.items()]
+    parts += [_count(pool.workers, _worker_noun(name, pool)) for name, pool in config.pools.items()]
     return f"{', '.join(parts[:-1])} and {parts[-1]}"
+
+
+def _worker_noun(device_class: str, pool: PoolConfig) -> str:
+    return f"{'emulated ' if pool.engine == 'emulated' else ''}{device_class} worker"
 
 
 def _count(number: int, noun: str) -> str:

@@ -6,9 +6,9 @@ import time
 from collections.abc import Sequence
 
 from mirror_sd.backends.protocol import Capabilities
-from mirror_sd.engine import EngineStats
+from mirror_sd.engine_stats import EngineStats
 from mirror_sd.errors import ContextLengthExceeded
-from mirror_sd.messages import Chunk, Failed, Finished, SequenceUsage, Submit
+from mirror_sd.messages import Chunk, DeviceHealth, Failed, Finished, SequenceUsage, Submit
 
 POISON = 13
 
@@ -55,6 +55,9 @@ class ScriptedEngine:
 
     def stats(self) -> EngineStats:
         return EngineStats(len(self.running), 0, len(self.running), 10, self.steps)
+
+    def health(self) -> DeviceHealth:
+        return DeviceHealth(temperature_c=41.5)
 
     def check_integrity(self) -> None:
         self.integrity_checks += 1

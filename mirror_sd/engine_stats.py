@@ -1,0 +1,17 @@
+"""What every engine counts, emulated ones included; light enough for those to import."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """`steps` and `tokens` (generated) count since the start, the rest is of now."""
+
+    running: int
+    waiting: int
+    kv_blocks_used: int
+    kv_blocks_free: int
+    steps: int
+    tokens: int = 0

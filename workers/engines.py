@@ -1,0 +1,28 @@
+"""The engine that a pool's configuration names. The heavy imports happen inside the factories."""
+
+from __future__ import annotations
+
+from mirror_sd.config import Config, RunDir
+from mirror_sd.errors import ConfigError
+from workers.report import Engine
+
+
+def create(config: Config, run: RunDir, device_class: str, threads: int | None) -> Engine:
+    """Loads the model, where one is needed; raises `ConfigError` or `ModelError`."""
+    pools = {str(name): pool for name, pool in config.pools.items()}
+    if device_class not in pools:
+        raise ConfigError(f"no pool {device_class!r}; configured are {', '.join(sorted(pools))}")
+    factory = _emulated if pools[device_class].engine == "emulated" else _real
+    return factory(config, run, device_class, threads)
+
+
+def _emulated(config: Config, run: RunDir, device_class: str, threads: int | None) -> Engine:
+    from workers.emulated import build
+
+    return build(config, run, device_class)
+
+
+def _real(config: Config, run: RunDir, device_class: str, threads: int | None) -> Engine:
+    from mirror_sd.engine import build
+
+    return build(config, device_class, threads)

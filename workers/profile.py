@@ -1,0 +1,45 @@
+"""What an emulated device can do: the profile of its class, changed by the pool's `emulation`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from mirror_sd.config import EmulationConfig
+from mirror_sd.errors import ConfigError
+
+_PROFILES = Path(__file__).with_name("profiles")
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """A step takes `latency_ms` whatever its batch, longer where it reads more prompt tokens than
+    `prefill_tok_s` lets it. At latency 0 nothing takes any time."""
+
+    latency_ms: float
+    max_batch: int
+    prefill_tok_s: float
+
+    def step_s(self, prompt_tokens: int) -> float:
+        """Duration of a step that reads so many prompt tokens, in seconds."""
+        if self.latency_ms == 0:
+            return 0.0
+        # A decoding step waits for memory, so reading prompts overlaps with it.
+        return max(self.latency_ms / 1e3, prompt_tokens / self.prefill_tok_s)
+
+
+def load(device_class: str, changes: EmulationConfig) -> Profile:
+    """The class's own profile with what the configuration changes; raises `ConfigError`."""
+    path = _PROFILES / f"{device_class}.yaml"
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    values |= changes.model_dump(exclude_none=True)
+    return Profile(
+        latency_ms=float(values["latency_ms"]),
+        max_batch=int(values["max_batch"]),
+        prefill_tok_s=float(values["prefill_tok_s"]),
+    )
