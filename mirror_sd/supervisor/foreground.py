@@ -45,8 +45,9 @@ def up(config: Config, announce: Callable[[str], None]) -> int:
 def _run(config: Config, claim: Claim, announce: Callable[[str], None]) -> int:
     run = claim.run
     nginx = edge.find_nginx()
+    is_guarded = preflight.check_exposure(config)
     claim.acquire()
-    preflight.check_port(config.server.host, config.server.port)
+    preflight.check_ports(config.server)
     preflight.check_disk(run.path)
     name = _lay_out_tokenizer(config, run)
     run.config_json.write_text(config.model_dump_json(indent=2), encoding="utf-8")
@@ -58,6 +59,11 @@ def _run(config: Config, claim: Claim, announce: Callable[[str], None]) -> int:
     waker.install()
     stack = Stack(config, run, nginx, wait=waker.wait)
     _catch(lambda *_: stack.stop())
+    if not is_guarded:
+        _log.info(
+            "open: there are no API keys, so whoever is on this machine may use the server; "
+            "`mirror-sd key add --tenant NAME` closes it"
+        )
     return _serve(stack, config, config.model.served_name or name, announce)
 
 

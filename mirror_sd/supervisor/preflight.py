@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 from mirror_sd import model_store
-from mirror_sd.config import Config
+from mirror_sd.config import Config, ServerConfig
 from mirror_sd.errors import ConfigError, ModelError, SetupError
 from mirror_sd.keys import KeyFile
 from mirror_sd.model_store import ModelFiles
@@ -21,7 +21,16 @@ from mirror_sd.model_store import ModelFiles
 NEEDED_MB = 64
 
 
-def check_port(host: str, port: int) -> None:
+def check_ports(server: ServerConfig) -> None:
+    """Raises `SetupError` where the public or the admin port cannot be listened on."""
+    admin = server.effective_admin_port
+    if admin == server.port:
+        raise ConfigError(f"server.admin_port: {admin} is server.port itself; name another")
+    check_port(server.host, server.port)
+    check_port("127.0.0.1", admin, "server.admin_port")
+
+
+def check_port(host: str, port: int, setting: str = "--port") -> None:
     """Raises `SetupError` naming the holder of the port where it can be found."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -35,14 +44,14 @@ def check_port(host: str, port: int) -> None:
         try:
             probe.bind(address)
         except OSError as error:
-            raise SetupError(_why_not(error, host, port)) from error
+            raise SetupError(_why_not(error, host, port, setting)) from error
 
 
-def _why_not(error: OSError, host: str, port: int) -> str:
+def _why_not(error: OSError, host: str, port: int, setting: str) -> str:
     if error.errno == errno.EADDRINUSE:
-        return f"port {port} is taken{_holder(port)}; free it, or choose another by --port"
+        return f"port {port} is taken{_holder(port)}; free it, or choose another by {setting}"
     if error.errno == errno.EACCES:
-        return f"port {port} is reserved for root; choose one from 1024 on by --port"
+        return f"port {port} is reserved for root; choose one from 1024 on by {setting}"
     return f"cannot listen on {host}:{port}: {error.strerror}"
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from mirror_sd.config import Config, RunDir, load
+from mirror_sd.config import Config, RunDir, ServerConfig, load
 from mirror_sd.errors import SetupError
 from mirror_sd.keys import KeyFile
 from mirror_sd.supervisor import (
@@ -42,6 +42,20 @@ def test_taken_port_is_told_with_its_holder() -> None:
         with pytest.raises(SetupError, match=rf"port {port} is taken by .*\(pid {os.getpid()}\)"):
             preflight.check_port("127.0.0.1", port)
     preflight.check_port("127.0.0.1", port)
+
+
+def test_admin_port_is_another_than_the_public_one_and_free_too() -> None:
+    with (
+        socket.socket() as holder,
+        pytest.raises(SetupError, match=r"choose another by server\.ad"),
+    ):
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        taken = holder.getsockname()[1]
+        free = taken - 1 if taken > 40_000 else taken + 1
+        preflight.check_ports(ServerConfig(port=free, admin_port=taken))
+    with pytest.raises(SetupError, match=r"server\.admin_port: 8080"):
+        preflight.check_ports(ServerConfig(port=8080, admin_port=8080))
 
 
 @pytest.mark.parametrize("host", ["no.such.host.invalid", "300.1.2.3", "203.0.113.7"])
