@@ -7,6 +7,7 @@ import ipaddress
 import shutil
 import socket
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
@@ -28,6 +29,15 @@ def check_ports(server: ServerConfig) -> None:
         raise ConfigError(f"server.admin_port: {admin} is server.port itself; name another")
     check_port(server.host, server.port)
     check_port("127.0.0.1", admin, "server.admin_port")
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of the loopback address that nobody listens on at this moment."""
+    with ExitStack() as held:
+        probes = [held.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [int(probe.getsockname()[1]) for probe in probes]
 
 
 def check_port(host: str, port: int, setting: str = "--port") -> None:
