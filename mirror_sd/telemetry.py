@@ -29,6 +29,12 @@ def _gauge(name: str, text: str, labels: tuple[str, ...] = ()) -> Gauge:
     return Gauge(name, text, labels, multiprocess_mode="livesum")
 
 
+def _latest(name: str, text: str, labels: tuple[str, ...] = ()) -> Gauge:
+    """A gauge that one process at a time sets: its successor's value replaces it."""
+    _HELP[name] = text
+    return Gauge(name, text, labels, multiprocess_mode="livemostrecent")
+
+
 def _histogram(
     name: str, text: str, buckets: tuple[float, ...], labels: tuple[str, ...] = ()
 ) -> Histogram:
@@ -52,6 +58,10 @@ DISCONNECTS = _counter(
 )
 RESUMES = _counter(
     "mirror_gateway_resumes_total", "Sequences resubmitted after a worker or the broker was lost."
+)
+DISPLACEMENTS = _counter(
+    "mirror_gateway_displacements_total",
+    "Times that a running sequence gave its slot to a VIP request; it goes on where it was.",
 )
 TIME_TO_FIRST_TOKEN = _histogram(
     "mirror_gateway_time_to_first_token_seconds",
@@ -146,6 +156,40 @@ ENGINE_INFO = _gauge(
 # Pool.
 WORKER_RESTARTS = _counter(
     "mirror_pool_worker_restarts_total", "Workers started again after they died.", ("class",)
+)
+
+# Probe. NaN is a value that cannot be read.
+PROBE_DOCUMENTS = _counter(
+    "mirror_probe_documents_total",
+    "Weight documents by what the edge did: accepted, refused, unreachable.",
+    ("result",),
+)
+PROBE_READ_ERRORS = _counter("mirror_probe_read_errors_total", "Readings that failed.", ("source",))
+PROBE_FACTOR = _latest("mirror_probe_factor", "Share of its policy's traffic left.", ("class",))
+PROBE_UTILISATION = _latest("mirror_probe_utilisation_ratio", "How busy, 0..1.", ("class",))
+PROBE_TEMPERATURE = _latest(
+    "mirror_probe_temperature_celsius", "Temperature of the hottest device.", ("class",)
+)
+PROBE_MEMORY = _latest("mirror_probe_memory_pressure_ratio", "Memory in use, 0..1.", ("class",))
+PROBE_PCIE = _latest("mirror_probe_pcie_ratio", "Share of the PCIe link in use.", ("class",))
+PROBE_DRAFT_FACTOR = _latest(
+    "mirror_probe_draft_factor", "Share of drafting across devices that PCIe leaves room for."
+)
+PROBE_DEGRADE_LEVEL = _latest("mirror_probe_degrade_level", "Step of the ladder, 0..3.")
+PROBE_DEGRADE_STEPS = _counter(
+    "mirror_probe_degrade_steps_total", "Steps taken on the ladder.", ("direction",)
+)
+PROBE_P99 = _latest(
+    "mirror_probe_inter_token_p99_seconds", "p99 time between tokens, over 10 seconds."
+)
+PROBE_REJECTION = _latest(
+    "mirror_probe_rejection_ratio", "Share of draft tokens rejected, over 30 seconds."
+)
+PROBE_ALERTS = _latest("mirror_probe_alerts_firing", "Subjects for which it fires.", ("alert",))
+PROBE_WEBHOOK_POSTS = _counter(
+    "mirror_probe_webhook_posts_total",
+    "Alerts for the webhook: delivered, failed, dropped.",
+    ("result",),
 )
 
 

@@ -15,7 +15,7 @@ from mirror_sd.messages import MergeProfile, SamplingParams
 from mirror_sd.scheduler.shingles import partition_terms, signature_of
 
 _DIGEST_BYTES = 16
-_encoder = msgspec.msgpack.Encoder(order="deterministic")
+_encoder = msgspec.msgpack.Encoder()
 
 
 def profile_of(
@@ -63,9 +63,11 @@ def texts_of(messages: Sequence[tuple[str, str]]) -> tuple[str, str]:
 
 def _settings(params: SamplingParams, is_seed_chosen: bool) -> SamplingParams | None:
     """The parameters that the answer depends on; None where chance is one of them."""
-    if params.temperature == 0.0:
-        return msgspec.structs.replace(params, seed=0)
-    return params if is_seed_chosen else None
+    if params.temperature != 0.0 and not is_seed_chosen:
+        return None
+    seed = 0 if params.temperature == 0.0 else params.seed
+    in_order = dict(sorted(params.logit_bias.items()))
+    return msgspec.structs.replace(params, seed=seed, logit_bias=in_order)
 
 
 def _digest(kind: str, *parts: object) -> bytes:

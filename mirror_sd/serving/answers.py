@@ -16,6 +16,7 @@ import falcon.asgi
 import msgspec
 
 from mirror_sd import telemetry
+from mirror_sd.api.responses import Json
 from mirror_sd.config import Config
 from mirror_sd.errors import InvalidRequest, MirrorError, PayloadTooLarge
 from mirror_sd.serving.client_watch import ClientWatch
@@ -28,6 +29,7 @@ _log = logging.getLogger(__name__)
 RECEIVE = "mirror_sd.receive"
 SEND = "mirror_sd.send"
 _TENANT = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_DEGRADE_LEVELS = ("0", "1", "2", "3")
 _SSE_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
@@ -94,7 +96,7 @@ class _Answers:
                 # Until the first delta a failure still has a status of its own.
                 first = await generation.next_deltas()
                 response.content_type = "text/event-stream; charset=utf-8"
-                response.set_headers(_SSE_HEADERS)
+                response.set_headers(_SSE_HEADERS | _degradation(plan))
                 response.stream = EventStream(
                     plan,
                     generation,
@@ -111,6 +113,7 @@ class _Answers:
         await release()
         response.content_type = falcon.MEDIA_JSON
         response.data = msgspec.json.encode(body_out)
+        response.set_headers(_counts(body_out["usage"]) | _degradation(plan))
         _count(caller, 200)
 
 
@@ -139,6 +142,7 @@ def caller_of(request: falcon.asgi.Request, config: Config) -> Caller:
         device_class=device_class,
         tier="vip" if request.get_header("X-Mirror-Tier") == "vip" else "standard",
         tenant=tenant if _TENANT.fullmatch(tenant) else "default",
+        degrade_level=_degrade_level(request.get_header("X-Mirror-Degrade")),
     )
 
 
@@ -153,6 +157,22 @@ async def _read_body(request: falcon.asgi.Request, limit: int) -> bytes:
     if length is not None and len(body) < length:
         raise InvalidRequest(f"the request body ended after {len(body)} of {length} bytes")
     return body
+
+
+def _counts(usage: Json) -> dict[str, str]:
+    """For the edge, which learns from them and keeps them from the client."""
+    return {
+        "X-Mirror-Prompt-Tokens": str(usage["prompt_tokens"]),
+        "X-Mirror-Completion-Tokens": str(usage["completion_tokens"]),
+    }
+
+
+def _degradation(plan: Plan) -> dict[str, str]:
+    return {"X-Mirror-Degraded": "max_tokens"} if plan.is_capped else {}
+
+
+def _degrade_level(text: str | None) -> int:
+    return int(text) if text in _DEGRADE_LEVELS else 0
 
 
 def _status_of(error: Exception) -> int:

@@ -3,6 +3,7 @@
 The client holds each request's whole state (`Delivery`), so what it talks to may die:
 
     Failed(retryable)            a worker was lost: submit the rest, after a pause that grows
+    Failed(displaced)            a VIP took its place: submit the rest at once
     Pong with another instance   the broker lost all requests: submit every rest at once
     connection broken and back   frames may be lost: the same
     a gap in the tokens          cancel that attempt, submit the rest under another wire id
@@ -155,8 +156,18 @@ class BrokerClient:
         if call.is_submitted:
             telemetry.RESUMES.inc()
             _log.info("%s: submitted again after %d tokens", call.name, call.delivery.count)
+        self._send_remainder(call)
+
+    def _send_remainder(self, call: Call) -> None:
         call.is_submitted = True
         self._link.send(call.delivery.remainder())
+
+    def _submit_displaced(self, call: Call) -> None:
+        """At once: the broker has kept its place."""
+        telemetry.DISPLACEMENTS.inc()
+        _log.info("%s: displaced after %d tokens", call.name, call.delivery.count)
+        if self._instance is not None:
+            self._send_remainder(call)
 
     def _cancel(self, call: Call) -> None:
         if call.is_submitted:
@@ -222,6 +233,8 @@ class BrokerClient:
                         call.progress(chunk)
                 case Finished():
                     call.end(call.delivery.complete(message))
+                case Failed(displaced=True):
+                    self._submit_displaced(call)
                 case Failed(retryable=True):
                     self._retry(call, _error_of(message))
                 case Failed():

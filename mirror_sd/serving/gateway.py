@@ -55,6 +55,7 @@ class _Lifespan:
 
     async def process_startup(self, scope: Mapping[str, Any], event: Mapping[str, Any]) -> None:
         await self._parts.broker.start()
+        self._parts.prompt_threads.submit(self._parts.intake.prepare)
 
     async def process_shutdown(self, scope: Mapping[str, Any], event: Mapping[str, Any]) -> None:
         await self._parts.broker.close()
@@ -98,6 +99,7 @@ def _intake(config: Config, tokenizer: Tokenizer) -> Intake:
         model=config.model.served_name or facts.name,
         max_context=facts.max_context if own_limit is None else min(own_limit, facts.max_context),
         timeout_s=config.server.request_timeout_s,
+        merge=config.merge,
     )
 
 

@@ -20,22 +20,29 @@ from mirror_sd.api.responses import ChatForm, CompletionForm, Envelope, Form
 from mirror_sd.api.schema import CompletionRequest, Decoding, Prompt
 from mirror_sd.api.stop_strings import StopStrings
 from mirror_sd.api.tokenizer import Tokenizer
+from mirror_sd.config import MergeConfig
 from mirror_sd.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
 from mirror_sd.messages import SamplingParams, Submit
+from mirror_sd.serving.merge_profiler import MergeProfiler
 
 # OpenAI's default for /v1/completions; a chat fills the context instead.
 _DEFAULT_COMPLETION_TOKENS = 16
 _STANDARD_TIERS = ("default", "standard", "flex")
+# From this step of the ladder of degradation on, standard answers are no longer than this.
+CAPPING_LEVEL = 2
+CAPPED_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """What the edge says about a request. `tier` is "vip" or "standard"."""
+    """What the edge says about a request. `tier` is "vip" or "standard", `degrade_level` the step
+    of the ladder of degradation, 0 to 3."""
 
     request_id: str
     device_class: str
     tier: str
     tenant: str
+    degrade_level: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +56,8 @@ class PlannedSequence:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A request, ready to run. The sequences are in the order of their choice index."""
+    """A request, ready to run. The sequences are in the order of their choice index. `is_capped`:
+    degradation has made `max_tokens` smaller."""
 
     caller: Caller
     tier: str
@@ -57,12 +65,16 @@ class Plan:
     form: Form
     decoding: Decoding
     sequences: tuple[PlannedSequence, ...]
+    is_capped: bool
 
 
 @dataclass(frozen=True, slots=True)
 class _EncodedPrompt:
+    """`messages` is the text, of (role, content), None where the client sent ids."""
+
     ids: tuple[int, ...]
     max_tokens: int
+    messages: list[tuple[str, str]] | None
     echo: Echo | None = None
 
 
@@ -74,14 +86,24 @@ class Intake:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, model: str, max_context: int, timeout_s: float
+        self,
+        tokenizer: Tokenizer,
+        model: str,
+        max_context: int,
+        timeout_s: float,
+        merge: MergeConfig,
     ) -> None:
         self.model = model
         self.max_context = max_context
         self._tokenizer = tokenizer
         self._timeout_s = timeout_s
+        self._profiler = MergeProfiler(model, merge)
         facts = msgspec.json.encode([__version__, model, tokenizer.facts])
         self._fingerprint = "fp_" + hashlib.blake2b(facts, digest_size=5).hexdigest()
+
+    def prepare(self) -> None:
+        """Make the first request as quick as the others; takes a second, call it in a thread."""
+        self._profiler.prepare()
 
     def chat(self, body: bytes, caller: Caller) -> Plan:
         """The plan of a `/v1/chat/completions` body; raises a `RequestError`."""
@@ -93,7 +115,7 @@ class Intake:
         form = ChatForm(
             self._tokenizer.vocabulary, with_logprobs=request.decoding.logprobs is not None
         )
-        prompts = [_EncodedPrompt(ids, limit)]
+        prompts = [_EncodedPrompt(ids, limit, messages)]
         return self._plan(caller, form, request.decoding, prompts, is_text_start=True)
 
     def completion(self, body: bytes, caller: Caller) -> Plan:
@@ -125,7 +147,9 @@ class Intake:
         limit = self._tokens_allowed(
             ids, request.decoding.max_tokens, _DEFAULT_COMPLETION_TOKENS, "prompt"
         )
-        return _EncodedPrompt(ids, limit, self._echo(prompt, ids) if request.echo else None)
+        text = [("user", prompt)] if isinstance(prompt, str) else None
+        echo = self._echo(prompt, ids) if request.echo else None
+        return _EncodedPrompt(ids, limit, text, echo)
 
     def _echo(self, prompt: Prompt, ids: tuple[int, ...]) -> Echo:
         pieces = TableDetokeniser(
@@ -168,6 +192,7 @@ class Intake:
         is_text_start: bool,
     ) -> Plan:
         tier = "standard" if decoding.service_tier in _STANDARD_TIERS else caller.tier
+        cap = CAPPED_TOKENS if caller.degrade_level >= CAPPING_LEVEL and tier != "vip" else None
         name = secrets.token_hex(12)
         now = time.time()
         template = Submit(
@@ -180,10 +205,11 @@ class Intake:
             tenant=caller.tenant,
             received_at=now,
             timeout_s=self._timeout_s,
+            degrade_level=caller.degrade_level,
         )
         sequences = [
             PlannedSequence(
-                _numbered(template, prompt, index, index % decoding.n),
+                self._submit(template, prompt, index, decoding, cap),
                 Choice(
                     index,
                     detokeniser(self._tokenizer.vocabulary, is_text_start=is_text_start),
@@ -203,7 +229,39 @@ class Intake:
             system_fingerprint=self._fingerprint,
             service_tier="priority" if tier == "vip" else "default",
         )
-        return Plan(caller, tier, envelope, form, decoding, tuple(sequences))
+        is_capped = cap is not None and any(prompt.max_tokens > cap for prompt in prompts)
+        return Plan(caller, tier, envelope, form, decoding, tuple(sequences), is_capped)
+
+    def _submit(
+        self,
+        template: Submit,
+        prompt: _EncodedPrompt,
+        index: int,
+        decoding: Decoding,
+        cap: int | None,
+    ) -> Submit:
+        """The submit of choice `index`, which is answer `index % n` to its prompt."""
+        number = index % decoding.n
+        params = msgspec.structs.replace(
+            template.params,
+            max_tokens=prompt.max_tokens if cap is None else min(prompt.max_tokens, cap),
+            seed=(template.params.seed + number) % 2**64,
+            prompt_logprobs=prompt.echo is not None and template.params.logprobs is not None,
+        )
+        return msgspec.structs.replace(
+            template,
+            request_id=f"{template.request_id}-{index}",
+            prompt=prompt.ids,
+            params=params,
+            merge=self._profiler.profile(
+                template.tenant,
+                prompt.ids,
+                params,
+                # Further answers to a prompt are not worth a comparison of their own.
+                messages=prompt.messages if number == 0 else None,
+                is_seed_chosen=decoding.seed is not None,
+            ),
+        )
 
 
 def _sampling(decoding: Decoding, stop_token_ids: tuple[int, ...]) -> SamplingParams:
@@ -221,17 +279,4 @@ def _sampling(decoding: Decoding, stop_token_ids: tuple[int, ...]) -> SamplingPa
         stop_token_ids=stop_token_ids,
         logprobs=decoding.logprobs,
         speculation=decoding.speculation,
-    )
-
-
-def _numbered(template: Submit, prompt: _EncodedPrompt, index: int, number: int) -> Submit:
-    """The submit of choice `index`, which is answer `number` to its prompt."""
-    params = msgspec.structs.replace(
-        template.params,
-        max_tokens=prompt.max_tokens,
-        seed=(template.params.seed + number) % 2**64,
-        prompt_logprobs=prompt.echo is not None and template.params.logprobs is not None,
-    )
-    return msgspec.structs.replace(
-        template, request_id=f"{template.request_id}-{index}", prompt=prompt.ids, params=params
     )

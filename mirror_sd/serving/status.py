@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from typing import Any
 
 import falcon
 import falcon.asgi
@@ -80,10 +81,20 @@ class State:
 
     async def on_get(self, request: falcon.asgi.Request, response: falcon.asgi.Response) -> None:
         """Ask the broker now; 503 where it does not answer."""
-        state = msgspec.to_builtins(await self._broker.stats())
-        for wire_field in ("t", "token"):
-            state.pop(wire_field, None)
+        state = _shown(await self._broker.stats())
+        del state["token"]
         response.data = msgspec.json.encode(state | {"gateway_pid": os.getpid()})
+
+
+def _shown(struct: msgspec.Struct) -> dict[str, Any]:
+    """Every field, those at their default too, which the wire leaves out."""
+    return {name: _plain(value) for name, value in msgspec.structs.asdict(struct).items()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, msgspec.Struct):
+        return _shown(value)
+    return [_plain(item) for item in value] if isinstance(value, tuple) else value
 
 
 def trouble_in(stats: Stats, config: BrokerConfig) -> str | None:

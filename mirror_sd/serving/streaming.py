@@ -3,6 +3,9 @@
 The order of a stream: for each choice an opening chunk with the role, chunks with text, one with
 the finish reason; then, if asked for, one with the usage and no choices; then `[DONE]`. An error in
 a stream is one `{"error": ...}` event, and the stream ends there.
+
+For the edge, which keeps it from the client, a comment with the true counts of prompt and
+completion tokens follows `[DONE]`: `: mirror-usage 12 34`.
 """
 
 from __future__ import annotations
@@ -174,11 +177,14 @@ class ChunkWriter:
             self._frames[index] = before, after
 
     def ending(self, generation: Generation) -> bytes:
-        """The last events: usage where asked for, and `[DONE]`."""
+        """The last events: usage where asked for, and `[DONE]`; then a comment with the counts for
+        the edge, which keeps it from the client."""
+        counts = usage(generation.usage())
+        comment = f": mirror-usage {counts['prompt_tokens']} {counts['completion_tokens']}\n\n"
         if not self._plan.decoding.include_usage:
-            return DONE
+            return DONE + comment.encode()
         body = self._plan.envelope.wrap([], is_chunk=True)
-        return event(body | {"usage": usage(generation.usage())}) + DONE
+        return event(body | {"usage": counts}) + DONE + comment.encode()
 
     def _event(self, entry: Json) -> bytes:
         return event(self._plan.envelope.wrap([entry], is_chunk=True) | self._extra)

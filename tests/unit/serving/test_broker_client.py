@@ -7,6 +7,7 @@ import contextlib
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 
+import msgspec
 import pytest
 import zmq
 import zmq.asyncio
@@ -249,6 +250,27 @@ def test_a_lost_worker_is_answered_by_a_submit_of_the_rest() -> None:
             assert await answer == [1, 2, 3, 4, 5, 6, 7], "each loss made progress, so it goes on"
 
     with_client(scenario)
+
+
+def test_a_displaced_sequence_goes_on_at_once_and_is_no_failure() -> None:
+    before, resumed = telemetry.DISPLACEMENTS._value.get(), telemetry.RESUMES._value.get()
+    rounds = broker_client.MAX_ATTEMPTS + 3
+
+    async def scenario(broker: ScriptedBroker, client: BrokerClient) -> None:
+        given = make_submit("a")
+        async with started(broker, client, given) as answer:
+            await broker.send(chunk(0, 7))
+            for _ in range(rounds):
+                await broker.send(msgspec.structs.replace(lost(), displaced=True))
+                again = await broker.next(within_s=1.0)
+                assert isinstance(again, Submit)
+                assert again.delivered == (7,) and again.received_at == given.received_at
+            await broker.send(finished(1))
+            assert await answer == [7]
+
+    with_client(scenario)
+    assert telemetry.DISPLACEMENTS._value.get() == before + rounds
+    assert telemetry.RESUMES._value.get() == resumed
 
 
 def test_attempts_without_progress_come_slower_and_end(monkeypatch: pytest.MonkeyPatch) -> None:

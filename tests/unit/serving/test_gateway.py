@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from mirror_sd import telemetry
+from mirror_sd.api.tokenizer import Tokenizer
 from mirror_sd.config import Config
 from mirror_sd.errors import (
     ContextLengthExceeded,
@@ -21,7 +22,7 @@ from mirror_sd.errors import (
     NoWorker,
     QueueFull,
 )
-from mirror_sd.messages import Stats, WorkerStats
+from mirror_sd.messages import DeviceHealth, MergeProfile, QueueStats, Stats, WorkerStats
 from mirror_sd.serving.gateway import create_app
 from tests.unit.api.small_model import small_tokenizer
 from tests.unit.serving.scripted_broker import ScriptedBroker
@@ -39,9 +40,9 @@ def ids_of(text: str) -> list[int]:
     return TOKENIZER.encode_prompt(text)
 
 
-def app_of(broker: ScriptedBroker, **settings: Any) -> Any:
+def app_of(broker: ScriptedBroker, tokenizer: Tokenizer = TOKENIZER, **settings: Any) -> Any:
     config = Config.model_validate({"pools": {"cpu": {}, "gpu": {}}, **settings})
-    return create_app(config, TOKENIZER, broker)
+    return create_app(config, tokenizer, broker)
 
 
 def ask(
@@ -79,12 +80,13 @@ def completion(**fields: Any) -> dict[str, Any]:
 
 
 def events_of(response: httpx.Response) -> list[dict[str, Any]]:
-    """The JSON events of a stream that ended with [DONE]."""
+    """The JSON events of a stream that ended with [DONE] and the edge's comment."""
     assert response.headers["content-type"].startswith("text/event-stream")
     blocks = response.text.split("\n\n")
-    assert blocks[-2:] == ["data: [DONE]", ""]
-    assert all(re.fullmatch(r"data: \{.*\}", block) for block in blocks[:-2])
-    return [json.loads(block.removeprefix("data: ")) for block in blocks[:-2]]
+    assert blocks[-3] == "data: [DONE]" and blocks[-1] == ""
+    assert re.fullmatch(r": mirror-usage \d+ \d+", blocks[-2])
+    assert all(re.fullmatch(r"data: \{.*\}", block) for block in blocks[:-3])
+    return [json.loads(block.removeprefix("data: ")) for block in blocks[:-3]]
 
 
 def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
@@ -102,6 +104,103 @@ def requests_counted(*labels: str) -> float:
 
 
 # Answers.
+
+
+def test_the_edge_is_told_the_true_counts() -> None:
+    prompt = len(TOKENIZER.encode_chat([("user", "hello")]))
+    made = len(ids_of(TEXT))
+    whole = ask(ScriptedBroker(ids_of(TEXT)), CHAT, chat())
+    assert whole.headers["x-mirror-prompt-tokens"] == str(prompt)
+    assert whole.headers["x-mirror-completion-tokens"] == str(made)
+    stream = ask(ScriptedBroker(ids_of(TEXT)), CHAT, chat(stream=True))
+    assert stream.text.endswith(f"data: [DONE]\n\n: mirror-usage {prompt} {made}\n\n")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("level", "tier", "asked", "allowed"),
+    [
+        ("1", "standard", 300, 300),
+        ("2", "standard", 300, 256),
+        ("3", "standard", 300, 256),
+        ("2", "standard", 200, 200),
+        ("2", "standard", None, 256),
+        ("2", "vip", 300, 300),
+        ("9", "standard", 300, 300),
+        ("two", "standard", 300, 300),
+    ],
+)
+def test_degradation_caps_the_answers_of_standard_and_says_so(
+    level: str, tier: str, asked: int | None, allowed: int, stream: bool
+) -> None:
+    broker = ScriptedBroker(ids_of("ok"))
+    headers = {"X-Mirror-Degrade": level, "X-Mirror-Tier": tier}
+    tokenizer = small_tokenizer(max_context=2000)
+    response = ask(
+        broker, CHAT, chat(max_tokens=asked, stream=stream), headers=headers, tokenizer=tokenizer
+    )
+    [submit] = broker.submits
+    assert submit.params.max_tokens == allowed
+    assert submit.degrade_level == (int(level) if level in ("1", "2", "3") else 0)
+    is_capped = allowed != asked
+    assert response.headers.get("x-mirror-degraded") == ("max_tokens" if is_capped else None)
+
+
+def profile_of(tenant: str = "acme", **fields: Any) -> MergeProfile | None:
+    broker = ScriptedBroker(ids_of("ok"))
+    ask(broker, CHAT, chat(**fields), headers={"X-Mirror-Tenant": tenant})
+    return broker.submits[0].merge
+
+
+def test_a_submit_says_what_may_be_merged() -> None:
+    greedy = profile_of(temperature=0)
+    assert greedy is not None and greedy.exact and greedy.partition and greedy.signature
+    assert profile_of(temperature=0, seed=9) == greedy
+    other = profile_of("rival", temperature=0)
+    assert other is not None
+    assert {other.exact, other.partition, other.scope}.isdisjoint(
+        {greedy.exact, greedy.partition, greedy.scope}
+    )
+    seeded, again = profile_of(seed=5), profile_of(seed=5)
+    assert seeded == again and seeded is not None and seeded.exact
+    assert seeded != profile_of(seed=6)
+
+
+def test_answers_that_chance_makes_are_compared_but_never_the_same() -> None:
+    drawn = profile_of()
+    assert drawn is not None and drawn.signature and not (drawn.exact or drawn.partition)
+    assert profile_of(max_tokens=2) is None
+
+
+def test_short_answers_are_merged_only_when_they_are_the_same() -> None:
+    short = profile_of(temperature=0, max_tokens=2)
+    assert short is not None and short.exact and not short.signature
+
+
+def test_what_changes_the_tokens_keeps_requests_apart() -> None:
+    variants: list[dict[str, Any]] = [
+        {},
+        {"max_tokens": 9},
+        {"logit_bias": {"3": 1}},
+        {"presence_penalty": 1},
+        {"logprobs": True},
+        {"messages": [{"role": "user", "content": "hello!"}]},
+    ]
+    profiles = [profile_of(temperature=0, **fields) for fields in variants]
+    assert len({profile.exact for profile in profiles if profile}) == len(variants)
+    one, other = (
+        profile_of(temperature=0, logit_bias=b) for b in ({"3": 1, "4": 2}, {"4": 2, "3": 1})
+    )
+    assert one == other
+    stopped = profile_of(temperature=0, stop="x")
+    assert profiles[0] is not None and stopped is not None
+    assert stopped.exact == profiles[0].exact  # stops cut text, at the gateway
+
+
+def test_merging_can_be_turned_off() -> None:
+    broker = ScriptedBroker(ids_of("ok"))
+    ask(broker, CHAT, chat(temperature=0), merge={"enabled": False})
+    assert broker.submits[0].merge is None
 
 
 def test_a_chat_is_answered_whole() -> None:
@@ -597,9 +696,22 @@ def test_health_is_ok_only_while_work_moves(answer: Any, reason: str | None) -> 
 
 
 def test_the_state_shows_the_brokers_view() -> None:
-    state = ask(
-        ScriptedBroker(stats=stats(worker(), waiting=3)), "/admin/state", method="GET"
-    ).json()
+    queue = QueueStats(device_class="gpu", tier="vip", depth=3, oldest_wait_s=0.5)
+    warm = worker(worker_id="g", emulated=True, health=DeviceHealth(temperature_c=86.0))
+    shown = stats(worker(), warm, waiting=3, queues=(queue,))
+    state = ask(ScriptedBroker(stats=shown), "/admin/state", method="GET").json()
     assert state["waiting"] == 3 and state["workers"][0]["worker_id"] == "w"
     assert state["gateway_pid"] > 0 and "token" not in state
+    # At their defaults too, which the wire leaves out.
+    cold, warm_shown = state["workers"]
+    assert (cold["emulated"], cold["health"], cold["tokens"]) == (False, None, 0)
+    assert warm_shown["emulated"] is True
+    assert warm_shown["health"] == {
+        "temperature_c": 86.0,
+        "utilisation": None,
+        "memory_pressure": None,
+    }
+    assert state["queues"] == [
+        {"device_class": "gpu", "tier": "vip", "depth": 3, "oldest_wait_s": 0.5}
+    ]
     error_of(ask(ScriptedBroker(stats=NoWorker("gone")), "/admin/state", method="GET"), 503)

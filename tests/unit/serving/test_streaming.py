@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from mirror_sd.api.choice import Delta
 from mirror_sd.api.responses import event
+from mirror_sd.config import MergeConfig
 from mirror_sd.messages import Chunk, Finished, SequenceUsage, Stats, Submit
 from mirror_sd.serving.generation import Event, Generation
 from mirror_sd.serving.intake import Caller, Intake, Plan
@@ -20,7 +21,7 @@ from mirror_sd.serving.streaming import ChunkWriter, EventStream
 from mirror_sd.serving.text_thread import TextThread
 from tests.unit.api.small_model import small_tokenizer
 
-INTAKE = Intake(small_tokenizer(), 'a "quoted" \\ model é', 256, 10.0)
+INTAKE = Intake(small_tokenizer(), 'a "quoted" \\ model é', 256, 10.0, MergeConfig())
 CALLER = Caller("id-1", "cpu", "standard", "default")
 
 
@@ -148,8 +149,9 @@ class Stream:
 
     def text(self) -> str:
         events = self.server.sent.decode().split("\n\n")
-        assert events[-2:] == ["data: [DONE]", ""]
-        bodies = [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
+        assert events[-3] == "data: [DONE]" and events[-1] == ""
+        assert events[-2].startswith(": mirror-usage ")
+        bodies = [json.loads(event.removeprefix("data: ")) for event in events[:-3]]
         return "".join(body["choices"][0]["delta"].get("content", "") for body in bodies)
 
 
