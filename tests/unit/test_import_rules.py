@@ -58,6 +58,11 @@ RULES = (
         "mirror_sd.engine", forbidden=frozenset({"mirror_sd.serving", "mirror_sd.api", "workers"})
     ),
     Rule("workers", forbidden=frozenset({"mirror_sd.serving", "mirror_sd.api"})),
+    Rule(
+        "ops",
+        forbidden=frozenset({"zmq", "torch", "mirror_sd.messages", "workers"}),
+        ours=FOUNDATIONS | {"mirror_sd.logs", "ops"},
+    ),
 )
 # The extension is optional: only what can do without it, or measures it, may import it.
 USERS_OF_NATIVE = (
@@ -135,7 +140,7 @@ def _breaks(rule: Rule, name: str) -> bool:
 
 
 def modules() -> Iterator[tuple[str, Path]]:
-    for package in ("mirror_sd", "workers"):
+    for package in ("mirror_sd", "workers", "ops"):
         for path in sorted((ROOT / package).rglob("*.py")):
             parts = path.relative_to(ROOT).with_suffix("").parts
             yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), path
@@ -174,6 +179,9 @@ def test_every_rule_is_about_a_module_that_exists() -> None:
         ("mirror_sd.speculative.drafters.lookup", "from ... import backends"),
         ("mirror_sd.errors", "from mirror_sd.model_store import resolve"),
         ("workers.worker", "from mirror_sd.serving.broker import Broker"),
+        ("ops.probe", "from mirror_sd.messages import StatsRequest"),
+        ("ops.readers.workers", "import zmq"),
+        ("ops.probe", "from mirror_sd.child import Waker"),
         ("mirror_sd.speculative.verifier", "from mirror_sd import _native"),
         ("mirror_sd.backends.torch_cpu", "import mirror_sd._native"),
     ],
@@ -194,6 +202,7 @@ def test_the_checker_catches_a_violation(module: str, source: str) -> None:
         ("mirror_sd.backends.torch_cpu", "import torch\nfrom mirror_sd.uir.spec import ModelSpec"),
         ("mirror_sd.uir.weights", "from . import spec\nimport numpy"),
         ("mirror_sd.engine", "import torch\nfrom mirror_sd.backends import registry"),
+        ("ops.probe", "from mirror_sd import config, logs\nfrom ops.readers import host"),
         ("mirror_sd.backends.native.packing", "from mirror_sd import _native"),
     ],
 )

@@ -1,0 +1,200 @@
+"""The probe daemon: reads the devices each second, tells the edge how to weigh them, and alerts.
+
+`python -m ops.probe`, a child of the supervisor. Nothing depends on it: while it is away the edge
+goes by its policy alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+
+from mirror_sd import logs, telemetry
+from mirror_sd.config import Config, RunDir, from_run_dir
+from mirror_sd.errors import SetupError
+from ops import gauges
+from ops.alerting import AlertBook, observe
+from ops.degradation import DegradationLadder
+from ops.device_weights import DeviceWeights, Weights
+from ops.edge_client import EdgeClient, EdgeError
+from ops.readers import service, workers
+from ops.readers.gpus import Gpus
+from ops.readers.host import Host
+from ops.readings import ClassReading, StackReading
+from ops.webhook import Webhook
+from ops.weight_document import weight_document
+
+_log = logging.getLogger(__name__)
+
+# A scrape costs its gateway some milliseconds.
+_SCRAPE_EVERY_S = 2.0
+
+
+class Probe:
+    """`run_once` once a second: read, decide, tell, alert. It raises nothing for what it cannot
+    read or reach: then it says nothing to the edge, which forgets it in 5 s."""
+
+    def __init__(
+        self,
+        config: Config,
+        edge: EdgeClient,
+        *,
+        host: Host,
+        gpus: Gpus,
+        webhook: Webhook | None,
+        source: str,
+        clock: Callable[[], float] = time.monotonic,
+        unix_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._config = config
+        self._edge = edge
+        self._host = host
+        self._gpus = gpus
+        self._webhook = webhook
+        self._source = source
+        self._clock = clock
+        self._unix_clock = unix_clock
+        self._classes = tuple(str(name) for name in config.pools)
+        self._weights = DeviceWeights(self._classes, config.probe)
+        self._ladder = DegradationLadder(config.probe.inter_token_p99_ms / 1000)
+        self._alerts = AlertBook()
+        self._service = service.ServiceWindow()
+        self._next_scrape = 0.0
+        self._accepted_at = clock()
+        self._troubles: dict[str, str] = {}
+        self._causes: Mapping[str, tuple[str, ...]] = {}
+
+    def run_once(self) -> None:
+        now = self._clock()
+        classes = self._read_classes()
+        self._scrape(now)
+        reading = StackReading(now, classes or {}, self._service.reading(now))
+        if classes is not None:
+            weights = self._weights.update(now, classes)
+            self._note(weights)
+            self._climb_or_descend(now, reading)
+            self._publish(now, weights, classes)
+            gauges.show_weights(weights, classes)
+        self._alert(now, reading)
+        gauges.show_service(reading.service, self._ladder.level, self._alerts.firing())
+
+    def _read_classes(self) -> dict[str, ClassReading] | None:
+        devices = {"cpu": self._host.read()}
+        if "gpu" in self._classes:
+            devices["gpu"] = self._gpus.read()
+        broker = self._config.broker
+        patience_s = broker.heartbeat_ms * broker.missed_heartbeats / 1000
+        try:
+            state = self._edge.state()
+        except EdgeError as error:
+            self._trouble("state", str(error))
+            return None
+        self._trouble("state", "")
+        return workers.read(state, self._classes, patience_s, devices)
+
+    def _scrape(self, now: float) -> None:
+        if now < self._next_scrape:
+            return
+        self._next_scrape = now + _SCRAPE_EVERY_S
+        try:
+            self._service.add(now, service.parse(self._edge.metrics()))
+        except (EdgeError, ValueError) as error:
+            self._trouble("metrics", str(error))
+        else:
+            self._trouble("metrics", "")
+
+    def _climb_or_descend(self, now: float, reading: StackReading) -> None:
+        step = self._ladder.update(now, reading.service.inter_token_p99_s, reading.queue_pressure)
+        if step is None:
+            return
+        direction = "up" if step.after > step.before else "down"
+        telemetry.PROBE_DEGRADE_STEPS.labels(direction).inc()
+        _log.warning("degradation goes from %d to %d: %s", step.before, step.after, step.reason)
+
+    def _publish(self, now: float, weights: Weights, classes: Mapping[str, ClassReading]) -> None:
+        result = "accepted"
+        try:
+            document = weight_document(self._unix_clock(), weights, classes, self._ladder.level)
+            self._edge.put_weights(document)
+        except (EdgeError, ValueError) as error:
+            is_heard = isinstance(error, ValueError) or error.is_refusal
+            result = "refused" if is_heard else "unreachable"
+            self._trouble("weights", str(error))
+        else:
+            self._accepted_at = now
+            self._trouble("weights", "")
+        telemetry.PROBE_DOCUMENTS.labels(result).inc()
+
+    def _alert(self, now: float, reading: StackReading) -> None:
+        stale_s = now - self._accepted_at
+        seen = observe(reading, self._config.probe, self._ladder.level, stale_s)
+        for alert in self._alerts.update(now, seen):
+            _log.warning("alert %s %s: %s", alert.name, alert.state, alert.summary)
+            if self._webhook is not None:
+                self._webhook.send(alert.to_json(self._unix_clock(), self._source))
+
+    def _note(self, weights: Weights) -> None:
+        """Log what changed; a factor on its way is no news."""
+        for name in self._classes:
+            causes = weights.causes.get(name, ())
+            if causes != self._causes.get(name, ()):
+                why = ", ".join(causes) or "nothing holds it back"
+                factor = weights.factors[name]
+                _log.info("class %s has factor %.2f: %s", name, factor, why)
+        self._causes = weights.causes
+
+    def _trouble(self, source: str, text: str) -> None:
+        if text:
+            telemetry.PROBE_READ_ERRORS.labels(source).inc()
+        before = self._troubles.get(source, "")
+        self._troubles[source] = text
+        if text and not before:
+            _log.warning("%s: %s", source, text)
+        elif before and not text:
+            _log.info("%s: well again", source)
+
+
+def build(config: Config, run: RunDir) -> tuple[Probe, Webhook | None]:
+    """The probe of a stack. Raises `ConfigError` for a webhook that is no URL."""
+    server = config.server
+    edge = EdgeClient(server.host, server.port, server.effective_admin_port, run.admin_token)
+    url = config.probe.webhook
+    webhook = Webhook(url) if url is not None else None
+    source = f"{server.host}:{server.port}"
+    probe = Probe(config, edge, host=Host(), gpus=Gpus(), webhook=webhook, source=source)
+    return probe, webhook
+
+
+def main() -> int:
+    """The process's entry; the configuration comes from the run directory."""
+    try:
+        logs.configure("probe")
+        config, run = from_run_dir()
+        probe, webhook = build(config, run)
+    except SetupError as error:
+        _log.error("the probe cannot start: %s", error.message)
+        return os.EX_CONFIG
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    if webhook is not None:
+        webhook.start()
+    next_at = time.monotonic()
+    try:
+        with suppress(KeyboardInterrupt):
+            while True:
+                probe.run_once()
+                # A reading that took long is not made up for by two at once.
+                next_at = max(next_at + config.probe.interval_s, time.monotonic())
+                time.sleep(max(next_at - time.monotonic(), 0.0))
+    finally:
+        if webhook is not None:
+            webhook.stop()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

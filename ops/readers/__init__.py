@@ -1,0 +1,1 @@
+"""What the probe reads: this host, its GPUs, the broker's workers, the stack's metrics."""
