@@ -161,14 +161,17 @@ class SchedulerConfig(_Section):
     max_batch_size: BatchSizes = BatchSizes()
     timeout_ms: float = Field(50.0, ge=0, le=10_000, description="longest wait to fill a batch")
     similarity_threshold: float = Field(
-        0.85, ge=0, le=1, description="Jaccard similarity from which requests are merged"
+        0.85, ge=0, le=1, description="Jaccard similarity from which requests may share an answer"
     )
     max_queue: int = Field(1024, ge=1, description="waiting requests a class; more get a 429")
     vip_queue_extra: float = Field(
         0.25, ge=0, le=10, description="share of max_queue that VIP requests may wait in besides"
     )
     max_wait_s: float = Field(
-        30.0, gt=0, description="a standard request that has waited this long goes before VIP"
+        30.0,
+        gt=0,
+        description="longest wait of a standard request: near it, it goes before VIP; "
+        "where more is foreseen, it gets a 429",
     )
     standard_share: float = Field(
         0.1, ge=0, lt=1, description="least share of dispatches for standard while both tiers wait"
@@ -196,7 +199,14 @@ class MergeConfig(_Section):
     )
     max_entries: int = Field(2048, ge=1, description="finished answers kept as draft sources")
     expire_s: float = Field(600.0, gt=0, description="how long a finished answer is kept")
-    permutations: int = Field(64, ge=16, le=512, description="length of a MinHash signature")
+    hint_similarity: float = Field(
+        0.5,
+        ge=0,
+        le=1,
+        description="Jaccard similarity from which another answer is a draft source, "
+        "where it is below scheduler.similarity_threshold",
+    )
+    permutations: int = Field(128, ge=16, le=512, description="length of a MinHash signature")
     min_answer_tokens: int = Field(
         8, ge=1, description="requests that ask for fewer tokens are not compared"
     )
