@@ -134,6 +134,7 @@ class Fuzz:
     def batch(self, shape: Shape, blocks: int, block_size: int) -> list[Any]:
         rng = self.rng
         positions, offsets, tables = [], [0], []
+        order = rng.permutation(blocks)
         longest = min(shape.max_context, blocks * block_size)
         for _ in range(rng.integers(1, 5)):
             count = int(rng.integers(1, 1 + min(longest, rng.choice([1, 3, 40]))))
@@ -141,7 +142,9 @@ class Fuzz:
             positions += range(start, start + count)
             offsets.append(len(positions))
             needed = (start + count - 1) // block_size + 1
-            tables.append(rng.integers(0, blocks, needed + rng.integers(0, 3)).astype(np.int32))
+            # In turn, so that most batches write no block twice, which is refused.
+            order = np.roll(order, -len(tables[-1]) if tables else 0)
+            tables.append(np.resize(order, needed + rng.integers(0, 3)).astype(np.int32))
         total = len(positions)
         rows = np.flatnonzero(rng.random(total) < 0.4).astype(np.int32)
         ids = rng.integers(0, shape.vocab, total).astype(np.int32)

@@ -131,6 +131,9 @@ public:
         check_block_size(block_size);
         const auto turn = take_turn();
         decoder_.allocate_kv(blocks, block_size);
+        block_size_ = block_size;
+        written_.assign(static_cast<size_t>(blocks), 0);
+        batches_ = 0;
     }
 
     void forward(Ints token_ids, Ints positions, Ints offsets, nb::tuple tables, Ints logit_rows,
@@ -167,6 +170,7 @@ public:
             batch.tables.push_back(table.data());
             batch.table_lengths.push_back(length(table, "block table"));
         }
+        check_written_blocks(batch);
         {
             const nb::gil_scoped_release released;
             decoder_.forward(batch, logits.data());
@@ -204,6 +208,32 @@ private:
         return static_cast<int>(values.shape(0));
     }
 
+    // Threads write the rows of a batch at the same time, so no two of its blocks that are written may
+    // be the same. What else may be wrong is left to the decoder.
+    void check_written_blocks(const mirror::Batch& batch) {
+        if (block_size_ == 0) return;
+        if (++batches_ == 0) {
+            std::fill(written_.begin(), written_.end(), 0);
+            batches_ = 1;
+        }
+        for (size_t i = 0; i < batch.tables.size(); ++i) {
+            const int begin = batch.offsets[i], end = batch.offsets[i + 1];
+            if (begin < 0 || end <= begin || end > batch.tokens) return;
+            const int first = batch.positions[begin], last = batch.positions[end - 1];
+            if (first < 0 || last < first || last / block_size_ >= batch.table_lengths[i]) return;
+            for (int at = first / block_size_; at <= last / block_size_; ++at) {
+                const int block = batch.tables[i][at];
+                if (block < 0 || static_cast<size_t>(block) >= written_.size()) return;
+                uint32_t& mark = written_[static_cast<size_t>(block)];
+                if (mark == batches_) {
+                    throw std::invalid_argument("block " + std::to_string(block) +
+                                                " would be written at two places");
+                }
+                mark = batches_;
+            }
+        }
+    }
+
     mirror::Layer& layer_at(int layer) {
         if (layer < 0 || layer >= decoder_.spec().layers) {
             throw std::invalid_argument("layer " + std::to_string(layer) + " is outside 0.." +
@@ -225,6 +255,9 @@ private:
 
     mirror::Decoder decoder_;
     std::vector<Bytes> kept_;
+    int block_size_ = 0;
+    std::vector<uint32_t> written_;  // the last batch that writes each block
+    uint32_t batches_ = 0;
     std::mutex turn_;
     const pid_t process_ = getpid();
     bool sealed_ = false;

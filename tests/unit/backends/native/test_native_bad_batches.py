@@ -73,6 +73,18 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a block beyond the cache": ({"block_tables": (TABLE, ints(6))}, "block of table 1 6"),
     "a negative block": ({"block_tables": (ints(0, -1), ints(1))}, "block of table 0 -1"),
+    "a block that two sequences write": (
+        {"block_tables": (TABLE, ints(0))},
+        "block 0 would be written at two places",
+    ),
+    "a block that a sequence writes twice": (
+        {
+            "sequence_offsets": ints(0, 6),
+            "positions": ints(5, 6, 7, 8, 9, 10),
+            "block_tables": (ints(4, 4),),
+        },
+        "block 4 would be written at two places",
+    ),
     "a row beyond the tokens": ({"logit_rows": ints(0, 6)}, "logit row 6 is outside 0..5"),
     "a negative row": ({"logit_rows": ints(-1, 2)}, "logit row -1"),
     "a row twice": ({"logit_rows": ints(2, 2)}, "logit rows must ascend"),
