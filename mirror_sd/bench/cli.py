@@ -13,6 +13,7 @@ from mirror_sd import model_store
 from mirror_sd.api.tokenizer import Tokenizer
 from mirror_sd.bench import (
     decode,
+    edge,
     exactness,
     machine,
     memory,
@@ -46,6 +47,7 @@ app.command("peers")(peers_command.peers)
 app.command("plot")(plot.command)
 app.command("memory")(memory.command)
 app.command("serve")(serve.command)
+app.command("edge")(edge.command)
 
 
 def _prepare(

@@ -23,8 +23,8 @@ class RunningStack:
     """The stack on a port of this machine. Raises `SetupError` where its run directory is not
     here (another machine's, another user's, or another `MIRROR_SD_RUN_DIR`)."""
 
-    def __init__(self, port: int) -> None:
-        run = RunDir.of_port(port)
+    def __init__(self, port: int, run: RunDir | None = None) -> None:
+        run = run or RunDir.of_port(port)
         try:
             self.config = Config.model_validate_json(run.config_json.read_text(encoding="utf-8"))
             supervisor = psutil.Process(int(run.supervisor_pid.read_text(encoding="utf-8")))
@@ -64,6 +64,10 @@ class CpuUse:
 
     seconds: dict[str, float] = field(default_factory=dict)
     other_cores: float = 0.0
+
+    def ms_per_request(self, requests: int) -> dict[str, float]:
+        """Milliseconds of CPU that a request takes, by role."""
+        return {role: round(1e3 * s / max(requests, 1), 3) for role, s in self.seconds.items()}
 
     def row(self, tokens: int) -> dict[str, Any]:
         """Figures of a report; `serving_us` is what a token costs outside its worker."""
