@@ -72,6 +72,15 @@ def pool_spec(run: RunDir, device_class: str) -> ChildSpec:
     )
 
 
+def probe_spec(run: RunDir) -> ChildSpec:
+    return ChildSpec(
+        name="probe",
+        argv=[*_PYTHON, "ops.probe"],
+        env=_environment(run, "probe"),
+        log=run_directory.logs(run) / "probe.log",
+    )
+
+
 def import_path() -> str:
     """PYTHONPATH for our children: this very source tree first, installed or not."""
     inherited = os.environ.get("PYTHONPATH")

@@ -50,6 +50,8 @@ class Stack:
         ]
         self._pools = [Child(processes.pool_spec(run, name)) for name in config.pools]
         self._broker = Child(processes.broker_spec(run))
+        # None of the others needs it, so it can neither fail a start nor hold up an end.
+        self._probe = [Child(processes.probe_spec(run))] if config.probe.enabled else []
 
     @property
     def is_stopping(self) -> bool:
@@ -75,7 +77,8 @@ class Stack:
                 self._fail_on_death()
                 self._echo_errors()
                 if self._edge.pid is None and self._has_gateways():
-                    _start(self._edge)
+                    for child in (self._edge, *self._probe):
+                        _start(child)
                     check.start()
                 if self._clock() >= deadline:
                     raise SetupError(self._not_ready(check.last_answer))
@@ -91,12 +94,13 @@ class Stack:
 
     def run_once(self) -> None:
         """Look after each process once."""
-        for child in self._children():
+        now = self._clock()
+        for child in (*self._children(), *self._probe):
             death = child.tend()
             if death is not None:
                 _log.error("%s; starting it again in %.1f s", death, death.delay_s)
+                self._next_sweep = now
         self._echo_errors()
-        now = self._clock()
         if now >= self._next_sweep:
             self._next_sweep = now + _SWEEP_S
             live_gauges.forget_dead(self._run.metrics)
@@ -111,10 +115,12 @@ class Stack:
             if not at_once:
                 self._drain()
         finally:
-            for child in self._children():
+            for child in (*self._probe, *self._children()):
                 child.kill()
 
     def _drain(self) -> None:
+        for child in self._probe:
+            child.stop()
         self._edge.stop()
         self._wait_gone([self._edge], self._config.server.drain_s)
         if self._edge.pid is not None:
@@ -141,6 +147,7 @@ class Stack:
         return [child for child in children if child.pid is not None]
 
     def _children(self) -> tuple[Child, ...]:
+        """Those that clients depend on."""
         return (self._edge, *self._gateways, *self._pools, self._broker)
 
     def _has_gateways(self) -> bool:

@@ -160,9 +160,10 @@ def test_children_know_their_role_and_their_run_directory(run: RunDir) -> None:
         processes.gateway_spec(config, run, 1),
         processes.broker_spec(run),
         processes.pool_spec(run, "cpu"),
+        processes.probe_spec(run),
     ]
     roles = [spec.env["MIRROR_SD_ROLE"] for spec in specs]
-    assert roles == ["nginx", "gateway", "broker", "pool"]
+    assert roles == ["nginx", "gateway", "broker", "pool", "probe"]
     for spec in specs:
         assert spec.env["MIRROR_SD_CONFIG_JSON"] == str(run.config_json)
         assert spec.env["PROMETHEUS_MULTIPROC_DIR"] == str(run.metrics)
