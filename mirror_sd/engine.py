@@ -30,6 +30,9 @@ from mirror_sd.speculative.sequence import Sequence
 
 logger = logging.getLogger(__name__)
 
+# Step of the ladder of degradation from which drafts are half as long.
+_SHORTER_DRAFTS_LEVEL = 1
+
 
 class Engine:
     """Generates sequences on one back end; the constructor allocates the KV cache."""
@@ -112,26 +115,43 @@ class Engine:
         tokens = [*submit.prompt, *submit.delivered]
         drafts = self._drafter is not None and params.speculation
         scores_prompt = params.prompt_logprobs and not submit.delivered
-        rule = self._speculation
         self._waiting.append(
             Sequence(
                 submit=submit,
                 chain=self._cache.chain(submit.tenant),
                 chooser=open_chooser(params, submit.delivered),
                 source=self._drafter.open(tokens) if drafts and self._drafter else None,
-                length=WindowController(
-                    minimum=rule.min_tokens,
-                    maximum=rule.max_tokens,
-                    initial=rule.initial_tokens,
-                    window=rule.window,
-                    grow_above=rule.grow_above,
-                ),
+                length=self._length_rule(submit.degrade_level),
                 max_context=self.max_context,
                 tokens=tokens,
                 arrival=next(self._arrivals),
                 prompt_logprobs=[None] if scores_prompt else None,
             )
         )
+
+    def _length_rule(self, degrade_level: int) -> WindowController:
+        rule = self._speculation
+        # Under load the rows of drafts that are rejected cost others their time.
+        share = 2 if degrade_level >= _SHORTER_DRAFTS_LEVEL else 1
+        return WindowController(
+            minimum=min(rule.min_tokens, rule.max_tokens // share),
+            maximum=rule.max_tokens // share,
+            initial=rule.initial_tokens // share,
+            window=rule.window,
+            grow_above=rule.grow_above,
+        )
+
+    def hint(self, request_id: str, index: int, tokens: tuple[int, ...]) -> None:
+        """Tokens `index .. index + len(tokens)` of another answer that this one may resemble. They
+        are only ever drafts; unknown requests and ids outside the vocabulary are ignored."""
+        vocab = self.capabilities.vocab_size
+        if index < 0 or not all(0 <= token < vocab for token in tokens):
+            return
+        for sequence in (*self._loop.running, *self._waiting):
+            if sequence.request_id == request_id:
+                self._metrics.hints.inc()
+                sequence.hint(index, tokens)
+                return
 
     def _check(self, submit: Submit) -> None:
         if submit.model != self.model_name:
@@ -223,6 +243,7 @@ class _EngineMetrics:
     """The engine's metrics with their label bound once."""
 
     def __init__(self, device_class: str) -> None:
+        self.hints = telemetry.DRAFT_HINTS.labels(device_class)
         self.prefix_hits = telemetry.PREFIX_HITS.labels(device_class)
         self._sequences = telemetry.BATCH_SEQUENCES.labels(device_class)
         self._tokens = telemetry.BATCH_TOKENS.labels(device_class)

@@ -134,6 +134,11 @@ ACCEPTED_LENGTH = _histogram(
     (0, 1, 2, 3, 4, 6, 8, 12, 16, 32),
     ("class",),
 )
+DRAFT_HINTS = _counter(
+    "mirror_worker_draft_hints_total",
+    "Pieces of a similar answer that came to draft from.",
+    ("class",),
+)
 KV_USED = _gauge("mirror_worker_kv_blocks_used", "KV blocks held by sequences.", ("class",))
 KV_FREE = _gauge(
     "mirror_worker_kv_blocks_free", "KV blocks free or holding only reusable prefixes.", ("class",)

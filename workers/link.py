@@ -25,6 +25,7 @@ from mirror_sd.messages import (
     AnyMessage,
     Cancel,
     Chunk,
+    DraftHint,
     Drain,
     Failed,
     Finished,
@@ -64,7 +65,7 @@ class Stop:
     """In the inbox: a signal asks the worker to drain and end."""
 
 
-Inbound = Submit | Cancel | Reset | Drain | Stop | Lost
+Inbound = Submit | DraftHint | Cancel | Reset | Drain | Stop | Lost
 Outbound = Chunk | Finished | Failed
 
 
@@ -221,7 +222,7 @@ class Link(threading.Thread):
     def _receive(self, socket: zmq.Socket[bytes]) -> None:
         for _ in range(_POLL_LIMIT):
             message = self._read(socket.recv_multipart(zmq.NOBLOCK))
-            if isinstance(message, Submit | Cancel | Reset | Drain):
+            if isinstance(message, Submit | DraftHint | Cancel | Reset | Drain):
                 self.inbox.put(message)
             elif isinstance(message, Welcome):
                 _log.info("registered with broker %s", message.instance)

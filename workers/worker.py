@@ -1,7 +1,7 @@
 """One worker process: the engine's loop on the main thread, the broker's frames on another.
 
-    broker --Submit, Cancel, Reset, Drain--> Link.inbox --> engine.add / abort
-    broker <--Chunk, Finished, Failed------- Link.send  <-- engine.step
+    broker --Submit, DraftHint, Cancel, Reset, Drain--> Link.inbox --> engine.add, hint, abort
+    broker <--Chunk, Finished, Failed------------------ Link.send  <-- engine.step
 
 Started by a pool as `python -m workers.worker --class cpu --index 0`. Exit status: 0 drained,
 `CANNOT_START` a setup error told in one sentence, `ENGINE_BROKE` the engine raised in a step.
@@ -31,6 +31,7 @@ from mirror_sd.errors import (
 from mirror_sd.messages import (
     Cancel,
     Chunk,
+    DraftHint,
     Drain,
     Failed,
     Heartbeat,
@@ -147,6 +148,8 @@ class Worker:
             case Cancel(request_id=request_id):
                 self._live.discard(request_id)
                 self._engine.abort(request_id)
+            case DraftHint():
+                self._engine.hint(message.request_id, message.index, message.tokens)
             case Reset():
                 self._reset("the broker does not know this worker")
             case Drain():

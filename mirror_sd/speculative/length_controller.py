@@ -19,6 +19,10 @@ class WindowController:
         self._rounds: deque[float] = deque(maxlen=window)
         self.length = min(max(initial, minimum), maximum)
 
+    def trust(self) -> None:
+        """Begin at the longest draft: there is reason to expect that it is accepted."""
+        self.length = self._maximum
+
     def observe(self, drafted: int, accepted: int) -> None:
         """Take in one round; a round without a draft says nothing and is left out."""
         if drafted == 0:

@@ -10,6 +10,7 @@ from mirror_sd.backends.protocol import Int32
 from mirror_sd.memory.prefix_cache import PrefixChain
 from mirror_sd.messages import SequenceUsage, Submit, TokenLogprob
 from mirror_sd.speculative.drafters import DraftSource
+from mirror_sd.speculative.drafters.hint import HintSource
 from mirror_sd.speculative.length_controller import WindowController
 from mirror_sd.speculative.sampling import TokenChooser
 
@@ -62,6 +63,16 @@ class Sequence:
             self.submit.params.max_tokens - self.completion_tokens,
             self.max_context - len(self.tokens),
         )
+
+    def hint(self, index: int, tokens: tuple[int, ...]) -> None:
+        """Draft from another answer as well: see `HintSource.extend`."""
+        if self.source is None:
+            return
+        if not isinstance(self.source, HintSource):
+            completion = self.tokens[len(self.submit.prompt) :]
+            self.source = HintSource(completion, self.max_context, self.source)
+            self.length.trust()
+        self.source.extend(index, tokens)
 
     def table_array(self) -> Int32:
         """`table` as the back end takes it, made anew only where it has grown or is another list.

@@ -28,7 +28,15 @@ def make_engine(blocks=64, slots=16, speculation=True, prefix_reuse=True, chunk=
     )
 
 
-def submit(name="a", prompt=(1, 2, 3), max_tokens=24, delivered=(), tier="standard", **params):
+def submit(
+    name="a",
+    prompt=(1, 2, 3),
+    max_tokens=24,
+    delivered=(),
+    tier="standard",
+    degrade_level=0,
+    **params,
+):
     params.setdefault("temperature", 0.0)
     return Submit(
         request_id=name,
@@ -36,6 +44,7 @@ def submit(name="a", prompt=(1, 2, 3), max_tokens=24, delivered=(), tier="standa
         prompt=tuple(prompt),
         delivered=tuple(delivered),
         tier=tier,
+        degrade_level=degrade_level,
         params=SamplingParams(max_tokens=max_tokens, seed=params.pop("seed", 7), **params),
     )
 

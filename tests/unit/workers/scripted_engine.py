@@ -23,6 +23,7 @@ class ScriptedEngine:
         self.step_s = step_s
         self.running: dict[str, tuple[Submit, int]] = {}
         self.steps = 0
+        self.hints: list[tuple[str, int, tuple[int, ...]]] = []
         self.integrity_checks = 0
 
     @property
@@ -36,6 +37,9 @@ class ScriptedEngine:
 
     def abort(self, request_id: str) -> None:
         self.running.pop(request_id, None)
+
+    def hint(self, request_id: str, index: int, tokens: tuple[int, ...]) -> None:
+        self.hints.append((request_id, index, tokens))
 
     def step(self) -> Sequence[Chunk | Finished | Failed]:
         time.sleep(self.step_s)

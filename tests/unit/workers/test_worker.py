@@ -15,6 +15,7 @@ from mirror_sd.messages import (
     AnyMessage,
     Cancel,
     Chunk,
+    DraftHint,
     Drain,
     Failed,
     Finished,
@@ -194,6 +195,13 @@ def test_sequence_that_the_engine_refuses_fails_with_the_engines_reason(bench: B
     assert not failed.retryable
 
 
+def test_a_draft_hint_reaches_the_engine_after_its_sequence(bench: Bench) -> None:
+    bench.start()
+    bench.broker.send(submit("r", max_tokens=10_000))
+    bench.broker.send(DraftHint(request_id="r", index=3, tokens=(7, 8)))
+    assert eventually(lambda: bench.engine.hints == [("r", 3, (7, 8))])
+
+
 def test_cancelled_sequence_is_gone_within_a_step(tmp_path: Path) -> None:
     bench = Bench(tmp_path, step_s=0.05)
     try:
@@ -228,7 +236,9 @@ def test_heartbeat_carries_the_load_and_the_progress(bench: Bench) -> None:
 
     def is_told() -> bool:
         beat = bench.broker.next(Heartbeat)
-        return isinstance(beat, Heartbeat) and beat.running == 1 and beat.steps > 0
+        assert isinstance(beat, Heartbeat) and beat.health is not None
+        assert beat.health.temperature_c == 41.5
+        return beat.running == 1 and beat.steps > 0
 
     assert eventually(is_told)
 
