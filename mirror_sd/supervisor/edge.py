@@ -15,6 +15,7 @@ from string import Template
 import mirror_sd
 from mirror_sd.config import Config, RunDir
 from mirror_sd.errors import SetupError
+from mirror_sd.supervisor.preflight import is_loopback
 
 _CANDIDATES = (
     "/usr/sbin/nginx",
@@ -85,6 +86,14 @@ def source_root() -> Path:
     return Path(mirror_sd.__file__).resolve().parent.parent
 
 
+def policy_file(config: Config) -> Path:
+    """The routing policy: `server.policy_file`, else the one that comes with the project."""
+    named = config.server.policy_file
+    if named is None:
+        return source_root() / "openresty" / "lua" / "mirror" / "policy.lua"
+    return Path(named).expanduser().absolute()
+
+
 def render(config: Config, run: RunDir, nginx: Nginx, error_log: Path) -> str:
     """The text of nginx.conf. Raises `SetupError` where the template cannot be used."""
     openresty = source_root() / "openresty"
@@ -101,6 +110,11 @@ def render(config: Config, run: RunDir, nginx: Nginx, error_log: Path) -> str:
         "lua_cpath": ";;",
         "html_dir": str(openresty / "html"),
         "listen": f"{host}:{config.server.port}",
+        "admin_listen": f"127.0.0.1:{config.server.effective_admin_port}",
+        "admin_token_file": str(run.admin_token),
+        "policy_file": str(policy_file(config)),
+        "keys_file": str(config.server.effective_keys_file.absolute()),
+        "may_be_open": "true" if is_loopback(config.server.host) else "false",
         "gateway_servers": ",".join(gateways),
         "classes": ",".join(config.pools),
         "max_body_bytes": str(config.server.max_body_bytes),

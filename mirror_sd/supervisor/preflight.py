@@ -86,7 +86,7 @@ def check_exposure(config: Config) -> bool:
     server = config.server
     keys = KeyFile(server.effective_keys_file).read()
     is_usable = any(not key.revoked for key in keys)
-    if not is_usable and not _is_loopback(server.host):
+    if not is_usable and not is_loopback(server.host):
         raise SetupError(
             f"server.host is {server.host!r} but {server.effective_keys_file} has no key that is "
             "valid: anyone could use the server; make one by `mirror-sd key add --tenant NAME`, "
@@ -95,7 +95,8 @@ def check_exposure(config: Config) -> bool:
     return bool(keys)
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach a server that listens on `host`."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError):

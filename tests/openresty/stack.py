@@ -24,6 +24,7 @@ from mirror_sd.supervisor.edge import find_nginx
 ROOT = Path(__file__).resolve().parents[2]
 EDGE = ROOT / "openresty"
 CHAT = "/v1/chat/completions"
+ADMIN_TOKEN = "token-of-the-tests"
 MAX_BODY_BYTES = 1024 * 1024
 BODY_TIMEOUT_S = 1
 
@@ -85,12 +86,23 @@ class Upstream:
 class Edge:
     """nginx and its gateways; `user`: the account that nginx's master runs as."""
 
-    def __init__(self, run_dir: Path, *, gateways: int = 2, user: str | None = None) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        gateways: int = 2,
+        user: str | None = None,
+        classes: tuple[str, ...] = ("cpu",),
+    ) -> None:
         self.run_dir = run_dir
         self.user = user
+        self.classes = classes
         self.nginx = find_nginx()
-        self.port = free_port()
+        self.port, self.admin_port = free_port(), free_port()
         self.url = f"http://127.0.0.1:{self.port}"
+        self.admin_url = f"http://127.0.0.1:{self.admin_port}"
+        self.policy_file = run_dir / "policy.lua"
+        self.keys_file = run_dir / "keys.json"
         self.gateways = [Upstream(run_dir / f"gateway-{index}.sock") for index in range(gateways)]
         self.log = run_dir / "error.log"
         self.process: subprocess.Popen[bytes] | None = None
@@ -107,8 +119,13 @@ class Edge:
             "lua_cpath": ";;",
             "html_dir": EDGE / "html",
             "listen": f"127.0.0.1:{self.port}",
+            "admin_listen": f"127.0.0.1:{self.admin_port}",
+            "admin_token_file": self.run_dir / "admin-token",
+            "policy_file": self.policy_file,
+            "keys_file": self.keys_file,
+            "may_be_open": "true",
             "gateway_servers": ",".join(f"unix:{gateway.path}" for gateway in self.gateways),
-            "classes": "cpu",
+            "classes": ",".join(self.classes),
             "max_body_bytes": MAX_BODY_BYTES,
             "body_timeout_s": BODY_TIMEOUT_S,
             "request_timeout_s": 30,
@@ -122,6 +139,8 @@ class Edge:
         if self.user is not None:
             shutil.chown(prefix, self.user)
             shutil.chown(self.run_dir, self.user)
+        (self.run_dir / "admin-token").write_text(ADMIN_TOKEN)
+        shutil.copy(EDGE / "lua" / "mirror" / "policy.lua", self.policy_file)
         conf = prefix / "nginx.conf"
         conf.write_text(self.rendered())
         return conf

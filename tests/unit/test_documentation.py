@@ -58,7 +58,8 @@ def lua_metric_rows() -> Iterator[str]:
     gauges = (LUA / "gauges.lua").read_text(encoding="utf-8")
     for name, documentation in re.findall(r'name = "(\w+)",\s*help = "([^"]+)"', gauges):
         label = {"mirror_edge_connections": ["state"], "mirror_edge_in_flight": ["gateway"]}
-        yield _metric_row(name, "gauge", label.get(name, []), documentation)
+        labels = ["class"] if name.startswith("mirror_edge_class_") else label.get(name, [])
+        yield _metric_row(name, "gauge", labels, documentation)
 
 
 def _metric_row(name: str, kind: str, labels: tuple[str, ...] | list[str], text: str) -> str:

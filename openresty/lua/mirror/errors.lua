@@ -13,6 +13,11 @@ local INVALID, SERVER, TIMEOUT = "invalid_request_error", "server_error", "timeo
 
 local BY_STATUS = {
     [400] = { type = INVALID, code = "bad_request", message = "This is not a valid HTTP request." },
+    [401] = {
+        type = INVALID,
+        code = "unauthorized",
+        message = "This needs an API key.",
+    },
     [403] = { type = "permission_error", code = "forbidden", message = "This is not allowed." },
     [404] = { type = "not_found_error", code = "not_found", message = "There is no such path." },
     [405] = {
@@ -70,6 +75,50 @@ local BY_STATUS = {
     [505] = { type = INVALID, code = "http_version", message = "This version of HTTP is unknown." },
 }
 
+-- What the edge refuses for a reason of its own, by name.
+local REFUSALS = {
+    no_api_key = {
+        status = 401,
+        type = INVALID,
+        code = "no_api_key",
+        message = "Send an API key in the header `Authorization: Bearer KEY`.",
+    },
+    invalid_api_key = {
+        status = 401,
+        type = INVALID,
+        code = "invalid_api_key",
+        message = "There is no such API key.",
+    },
+    key_revoked = {
+        status = 403,
+        type = "permission_error",
+        code = "key_revoked",
+        message = "This API key has been revoked.",
+    },
+    invalid_admin_token = {
+        status = 401,
+        type = INVALID,
+        code = "invalid_admin_token",
+        message = "The admin endpoints need the stack's own token as bearer token.",
+    },
+    rate_limited = { status = 429, type = "rate_limit_error", code = "rate_limited" },
+    degraded = {
+        status = 503,
+        type = "service_unavailable",
+        code = "degraded",
+        message = "The server is overloaded and takes no standard requests at the moment.",
+        retry_after_s = 5,
+    },
+    draining = {
+        status = 503,
+        type = "service_unavailable",
+        code = "draining",
+        message = "The server takes no new requests: it is about to stop.",
+        retry_after_s = 5,
+    },
+    invalid_document = { status = 400, type = INVALID, code = "invalid_document" },
+}
+
 local TRUNCATED = {
     type = INVALID,
     code = "incomplete_body",
@@ -86,8 +135,8 @@ local function entry_of(status)
     return BY_STATUS[status] or (status < 500 and BY_STATUS[400] or BY_STATUS[500])
 end
 
-local function encode(entry, id)
-    local message = entry.message
+local function encode(entry, id, text)
+    local message = text or entry.message
     if id then
         message = message .. " (request id " .. id .. ")"
     end
@@ -121,6 +170,28 @@ function _M.send(status, is_truncated)
     ngx.header["Connection"] = "close"
     ngx.print(body)
     -- Not `ngx.exit(status)`: nginx drops the connection without an answer on 408.
+    return ngx.exit(ngx.HTTP_OK)
+end
+
+--- Answer with the refusal `name` and end the request. `details`, optional: `message` and
+-- `retry_after_s` instead of the refusal's own. The connection stays.
+function _M.refuse(name, details)
+    local entry, header = REFUSALS[name], ngx.header
+    local body = encode(entry, nil, details and details.message)
+    if not ngx.ctx.is_body_read then
+        ngx.req.discard_body()
+    end
+    ngx.status = entry.status
+    header["Content-Type"] = "application/json"
+    header["Content-Length"] = #body
+    header["Retry-After"] = details and details.retry_after_s or entry.retry_after_s
+    if entry.status == 401 then
+        header["WWW-Authenticate"] = "Bearer"
+    end
+    if details and details.is_final then
+        header["x-should-retry"] = "false"
+    end
+    ngx.print(body)
     return ngx.exit(ngx.HTTP_OK)
 end
 

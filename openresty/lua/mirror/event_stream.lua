@@ -1,7 +1,8 @@
 --- A stream of server-sent events on its way to the client: whole events only, and an error event
--- as the last one where the gateway was lost.
+-- as the last one where the gateway was lost. `prompt_tokens` and `completion_tokens` are those
+-- that the gateway told at the end, and nil before.
 
-local sub, match = string.sub, string.match
+local byte, sub, match = string.byte, string.sub, string.match
 
 local _M = {}
 local EventStream = {}
@@ -9,6 +10,21 @@ EventStream.__index = EventStream
 
 function _M.new()
     return setmetatable({ tail = "", is_open = false }, EventStream)
+end
+
+-- A gateway ends a stream with a comment that is meant for the edge: its counts of tokens.
+local function take_usage(self, chunk)
+    local last = byte(chunk, -3)
+    -- Nearly every chunk ends in a brace or bracket: only a digit is worth a look.
+    if not last or last < 48 or last > 57 then
+        return chunk
+    end
+    local events, prompt, completion = match(chunk, "^(.*): mirror%-usage (%d+) (%d+)\n\n$")
+    if not events then
+        return chunk
+    end
+    self.prompt_tokens, self.completion_tokens = tonumber(prompt), tonumber(completion)
+    return events
 end
 
 --- What of `chunk` to send now, and whether the gateway was lost.
@@ -24,7 +40,10 @@ function EventStream:pass(chunk, is_last)
         chunk = self.tail .. chunk
         self.tail = ""
     end
-    if is_last or sub(chunk, -2) == "\n\n" then
+    if sub(chunk, -2) == "\n\n" then
+        return take_usage(self, chunk), false
+    end
+    if is_last then
         return chunk, false
     end
     local events, tail = match(chunk, "^(.*\n\n)(.*)$")

@@ -55,6 +55,30 @@ local FAMILIES = {
         labels = {},
     },
     {
+        name = "mirror_edge_routes_total",
+        kind = "counter",
+        help = "Requests routed to a class, by the rule that chose it.",
+        labels = { "class", "tier", "rule" },
+    },
+    {
+        name = "mirror_edge_refusals_total",
+        kind = "counter",
+        help = "Requests refused by the edge for a missing key, a limit, draining or overload.",
+        labels = { "reason" },
+    },
+    {
+        name = "mirror_edge_prompt_estimates_total",
+        kind = "counter",
+        help = "Prompt estimates by the part of the true count that they were wrong by, at most.",
+        labels = { "error" },
+    },
+    {
+        name = "mirror_edge_documents_refused_total",
+        kind = "counter",
+        help = "Policies, weight documents and key files refused; the old one stays.",
+        labels = { "document" },
+    },
+    {
         name = "mirror_edge_dropped_samples_total",
         kind = "counter",
         help = "Samples that cost a series its place in the shared dict, or found none.",

@@ -1,10 +1,16 @@
---- Choice of the device class of a request: policy weight x live factor, smooth weighted.
+--- Choice of the device class of a request: policy weight x probe factor x headroom, smooth
+-- weighted.
 --
 -- A router lives in one nginx worker. Each of them keeps its own shares exact, so their sum is.
+
+local min, max = math.min, math.max
 
 local _M = {}
 local Router = {}
 Router.__index = Router
+
+local NONE = {}
+local HEALTHY = 0.5
 
 --- `policy` is a valid table of `mirror.policy`; `classes` lists the classes present.
 function _M.new(policy, classes)
@@ -13,59 +19,174 @@ function _M.new(policy, classes)
     for index in ipairs(policy.prompt_buckets) do
         turns[index] = {}
     end
-    return setmetatable({ policy = policy, classes = classes, turns = turns }, Router)
+    local is_present = {}
+    for _, class in ipairs(classes) do
+        is_present[class] = true
+    end
+    local router = { policy = policy, classes = classes, is_present = is_present, turns = turns }
+    return setmetatable(router, Router)
 end
 
-local function bucket_of(buckets, prompt_tokens)
-    for index, bucket in ipairs(buckets) do
-        if bucket.below == nil or prompt_tokens < bucket.below then
-            return index
+local function step_of(steps, value)
+    for index, step in ipairs(steps) do
+        if step.below == nil or value < step.below then
+            return index, step
         end
     end
-    return #buckets
 end
 
-local function effective(weights, classes, factors)
+-- Weights by class that add up to 1, each times its part in `first` and `second`; nil where
+-- nothing is left.
+local function scaled(self, weights, first, second)
     local shares, total = {}, 0
-    for _, class in ipairs(classes) do
-        local share = (weights[class] or 0) * (factors and factors[class] or 1)
+    for _, class in ipairs(self.classes) do
+        local share = (weights[class] or 0) * (first[class] or 1) * (second[class] or 1)
         shares[class] = share
         total = total + share
     end
-    return shares, total
+    if total <= 0 then
+        return nil
+    end
+    for class, share in pairs(shares) do
+        shares[class] = share / total
+    end
+    return shares
 end
 
---- Shares by class (they add up to 1) for a request `{prompt_tokens}`, and its bucket's index.
--- `factors`, optional, are the probe's factors by class; where they leave nothing they are ignored.
-function Router:weights(request, factors)
-    local index = bucket_of(self.policy.prompt_buckets, request.prompt_tokens)
-    local base = self.policy.prompt_buckets[index].weights
-    local shares, total = effective(base, self.classes, factors)
-    if total <= 0 then
-        shares, total = effective(base, self.classes)
+-- The bucket's weights as the band changes them; nil where the stack has none of its classes.
+local function banded(self, bucket, band)
+    local base = scaled(self, bucket.weights, band.factors or NONE, NONE)
+    local spread = band.spread or 0
+    local fallback = spread > 0 and scaled(self, self.policy.fallback, NONE, NONE)
+    if not base or not fallback then
+        return base
     end
-    if total <= 0 then
-        shares, total = effective(self.policy.fallback, self.classes)
+    for class, share in pairs(base) do
+        base[class] = share * (1 - spread) + fallback[class] * spread
     end
-    for _, class in ipairs(self.classes) do
-        shares[class] = total > 0 and shares[class] / total or 1 / #self.classes
-    end
-    return shares, index
+    return base
 end
 
---- The class of a request `{prompt_tokens}`.
-function Router:choose(request, factors)
-    local shares, index = self:weights(request, factors)
-    local turns = self.turns[index]
-    local chosen
+-- What is left of each class: `headroom` 0..1 (1 where nobody knows its places), and how much
+-- there is of it for each request that is already there.
+local function measure(self, live)
+    local headroom, relief = {}, {}
+    local slots, flight = live.slots or NONE, live.in_flight or NONE
     for _, class in ipairs(self.classes) do
-        turns[class] = (turns[class] or 0) + shares[class]
-        if shares[class] > 0 and (chosen == nil or turns[class] > turns[chosen]) then
-            chosen = class
+        local places = min(slots[class] or math.huge, self.policy.caps[class] or math.huge)
+        local taken = flight[class] or 0
+        if places < math.huge then
+            headroom[class] = places > 0 and max(0, 1 - taken / places) or 0
+            relief[class] = places / (taken + 1)
         end
     end
-    turns[chosen] = turns[chosen] - 1
+    return headroom, relief
+end
+
+-- The first class of `prefer` that is healthy and has room; where all are full, the healthy one
+-- that is least so.
+local function preferred(self, rule, factors, headroom, relief)
+    local best
+    for _, class in ipairs(rule.prefer) do
+        local is_healthy = (factors[class] or 1) >= (rule.healthy_factor or HEALTHY)
+        if self.is_present[class] and is_healthy then
+            if (headroom[class] or 1) > 0 then
+                return class, best and "spilled" or "preferred"
+            end
+            if not best or relief[class] > relief[best] then
+                best = class
+            end
+        end
+    end
+    return best, best and "full"
+end
+
+-- Shares, and the rule that they come from.
+local function weighted(self, base, factors, headroom, relief)
+    local fallback = self.policy.fallback
+    if base then
+        local shares = scaled(self, base, factors, headroom)
+        if shares then
+            return shares, "policy"
+        end
+    end
+    local shares = scaled(self, fallback, factors, headroom)
+    if shares then
+        return shares, "spilled"
+    end
+    base = base or scaled(self, fallback, NONE, NONE) or NONE
+    shares = scaled(self, base, factors, relief)
+    if shares then
+        return shares, "full"
+    end
+    shares = scaled(self, base, NONE, NONE)
+    if not shares then
+        shares = {}
+        for _, class in ipairs(self.classes) do
+            shares[class] = 1 / #self.classes
+        end
+    end
+    return shares, "unhealthy"
+end
+
+--- How a request `{prompt_tokens, qps, tier}` would be routed. `live`: tables `factors`, `slots`
+-- and `in_flight` by class, each optional.
+--
+-- `bucket`, `band`: indexes; `base`: the shares of the policy, nil where it gives none; `shares`
+-- (they add up to 1); `class`, where the tier's preference settles it; `rule`: "preferred",
+-- "policy", "spilled" (the policy's own classes have no room), "full" (none has), "unhealthy" (the
+-- factors leave nothing and are ignored); `headroom`.
+function Router:weigh(request, live)
+    local policy = self.policy
+    local bucket, bucket_rule = step_of(policy.prompt_buckets, request.prompt_tokens)
+    local band, band_rule = step_of(policy.qps_bands, request.qps or 0)
+    local factors = live.factors or NONE
+    local headroom, relief = measure(self, live)
+    local decision = { bucket = bucket, band = band, headroom = headroom }
+    local tier = policy.tiers[request.tier]
+    if tier and tier.prefer then
+        decision.class, decision.rule = preferred(self, tier, factors, headroom, relief)
+    end
+    decision.base = banded(self, bucket_rule, band_rule)
+    if decision.class then
+        decision.shares = { [decision.class] = 1 }
+    else
+        decision.shares, decision.rule =
+            weighted(self, decision.base, factors, headroom, relief)
+    end
+    return decision
+end
+
+-- Whose turn it is; nothing is taken.
+local function due(self, decision)
+    local turns, chosen, most = self.turns[decision.bucket], nil, nil
+    for _, class in ipairs(self.classes) do
+        local share = decision.shares[class] or 0
+        local turn = (turns[class] or 0) + share
+        if share > 0 and (chosen == nil or turn > most) then
+            chosen, most = class, turn
+        end
+    end
     return chosen
+end
+
+--- The class that `choose` would take next by this decision.
+function Router:next_of(decision)
+    return decision.class or due(self, decision)
+end
+
+--- The class of a request, and the rule that it was chosen by.
+function Router:choose(request, live)
+    local decision = self:weigh(request, live or NONE)
+    if decision.class then
+        return decision.class, decision.rule
+    end
+    local chosen, turns = due(self, decision), self.turns[decision.bucket]
+    for class, share in pairs(decision.shares) do
+        turns[class] = (turns[class] or 0) + share
+    end
+    turns[chosen] = turns[chosen] - 1
+    return chosen, decision.rule
 end
 
 return _M

@@ -1,21 +1,23 @@
 local balancer = require("mirror.balancer")
 local fake_ngx = require("fake_ngx")
+local in_flight = require("mirror.in_flight")
 local ngx = ngx
 
 local PEERS = { "unix:/a.sock", "unix:/b.sock", "unix:/c.sock" }
 
-local function pid_of(number)
-    return function()
-        return number
-    end
+local function flight_of(dict, pid)
+    return in_flight.new(dict, function()
+        return pid
+    end)
 end
 
 describe("balancer", function()
-    local flight, peers
+    local dict, flight, peers
 
     before_each(function()
-        flight = fake_ngx.dict(ngx.now)
-        peers = balancer.new(PEERS, flight, pid_of(41))
+        dict = fake_ngx.dict(ngx.now)
+        flight = flight_of(dict, 41)
+        peers = balancer.new(PEERS, flight, dict)
     end)
 
     it("picks the peer with fewest in flight", function()
@@ -77,37 +79,13 @@ describe("balancer", function()
 
     it("allows three tries at most and two for a lone peer", function()
         assert.equal(2, peers:retries())
-        assert.equal(1, balancer.new({ PEERS[1] }, flight, pid_of(1)):retries())
-        assert.equal(2, balancer.new({ PEERS[1], PEERS[2] }, flight, pid_of(1)):retries())
+        assert.equal(1, balancer.new({ PEERS[1] }, flight, dict):retries())
+        assert.equal(2, balancer.new({ PEERS[1], PEERS[2] }, flight, dict):retries())
     end)
 
     it("shares its counts with the other workers", function()
-        local other = balancer.new(PEERS, flight, pid_of(42))
+        local other = balancer.new(PEERS, flight_of(dict, 42), dict)
         other:acquire(PEERS[1])
         assert.equal(1, peers:in_flight(PEERS[1]))
-    end)
-
-    it("gives back once what a dead worker held", function()
-        local dead = balancer.new(PEERS, flight, pid_of(7))
-        dead:acquire(PEERS[1])
-        dead:acquire(PEERS[1])
-        peers:acquire(PEERS[1])
-        local function is_alive(pid)
-            return pid ~= 7
-        end
-        peers:recover(is_alive)
-        peers:recover(is_alive)
-        assert.equal(1, peers:in_flight(PEERS[1]))
-    end)
-
-    it("leaves alone what a worker that drains still holds", function()
-        local draining = balancer.new(PEERS, flight, pid_of(8))
-        draining:acquire(PEERS[2])
-        peers:recover(function()
-            return true
-        end)
-        assert.equal(1, peers:in_flight(PEERS[2]))
-        draining:release(PEERS[2])
-        assert.equal(0, peers:in_flight(PEERS[2]))
     end)
 end)

@@ -5,6 +5,10 @@ local function settings(changes)
         gateways = "unix:/a.sock, unix:/b.sock",
         classes = "cpu,gpu",
         body_timeout_s = 30,
+        policy_file = "openresty/lua/mirror/policy.lua",
+        keys_file = "/nonexistent/keys.json",
+        admin_token_file = "/nonexistent/admin-token",
+        may_be_open = true,
     }
     for key, value in pairs(changes or {}) do
         values[key] = value
@@ -16,7 +20,7 @@ describe("edge", function()
     it("builds the router and the balancer from its settings", function()
         edge.configure(settings())
         assert.same({ "unix:/a.sock", "unix:/b.sock" }, edge.balancer.peers)
-        assert.same({ "cpu", "gpu" }, edge.router.classes)
+        assert.same({ "cpu", "gpu" }, edge.router().classes)
         assert.equal(30, edge.body_timeout_s)
     end)
 
@@ -24,6 +28,24 @@ describe("edge", function()
         assert.has_error(function()
             edge.configure(settings({ classes = "cpu,abacus" }))
         end, "classes: there is no device class abacus")
+    end)
+
+    it("refuses a policy that cannot be read, or that is bad, with the line at fault", function()
+        assert.has_error(function()
+            edge.configure(settings({ policy_file = "/nonexistent/policy.lua" }))
+        end, "policy: the file cannot be read: /nonexistent/policy.lua: No such file or directory")
+        assert.has_error(function()
+            edge.configure(settings({ policy_file = "openresty/.luacheckrc" }))
+        end, "policy: line 1: expected return {, found std")
+    end)
+
+    it("takes a policy that was put at once", function()
+        edge.configure(settings())
+        local policy = edge.policies:get()
+        policy.caps = { cpu = 3 }
+        edge.policies:put(policy)
+        assert.same({ cpu = 3 }, edge.router().policy.caps)
+        assert.equal(edge.router(), edge.router())
     end)
 
     it("refuses to be without gateways or classes", function()

@@ -53,6 +53,32 @@ describe("errors", function()
         check_shape(cjson.decode(ngx.printed[1]))
     end)
 
+    for _, case in ipairs(contract.read("errors").refusals) do
+        it("refuses " .. case.name .. " as the contract says, connection kept", function()
+            ngx.begin({ request_id = "id-1" })
+            errors.refuse(case.name)
+            local document = cjson.decode(ngx.printed[1])
+            check_shape(document)
+            assert.equal(case.status, ngx.status)
+            assert.equal(case.type, document.error.type)
+            assert.equal(case.code, document.error.code)
+            assert.equal(case.retry_after, ngx.header["Retry-After"] ~= nil)
+            assert.equal(case.status == 401 and "Bearer" or nil, ngx.header["WWW-Authenticate"])
+            assert.is_nil(ngx.header["Connection"])
+            assert.is_true(ngx.ctx.is_body_discarded)
+        end)
+    end
+
+    it("refuses with the message and the time that it is given", function()
+        ngx.begin({ request_id = "id-1" })
+        ngx.ctx.is_body_read = true
+        errors.refuse("rate_limited", { message = "Wait.", retry_after_s = 7, is_final = true })
+        assert.equal("Wait.", cjson.decode(ngx.printed[1]).error.message)
+        assert.equal(7, ngx.header["Retry-After"])
+        assert.equal("false", ngx.header["x-should-retry"])
+        assert.is_nil(ngx.ctx.is_body_discarded)
+    end)
+
     it("tells a body that stopped half-way from a bad request", function()
         ngx.begin({ request_id = "id-1" })
         errors.send(400, true)

@@ -1,3 +1,4 @@
+local contract = require("contract")
 local event_stream = require("mirror.event_stream")
 
 local STREAM = 'data: {"text": "你好"}\n\n: ping\n\ndata: {"text": "a\\n\\nb"}\n\ndata: [DONE]\n\n'
@@ -57,5 +58,33 @@ describe("event stream", function()
         local stream = event_stream.new()
         assert.equal("", (stream:pass("data: 1", false)))
         assert.equal("data: 1", (stream:pass("", true)))
+    end)
+
+    local counts = contract.read("edge_headers").counts.stream_end
+
+    it("keeps the gateway's counts to itself wherever nginx cuts the end", function()
+        for cut = 0, #counts.text do
+            local stream = event_stream.new()
+            local sent = stream:pass("data: 1\n\n" .. counts.text:sub(1, cut), false)
+            if cut < #counts.text then
+                sent = sent .. stream:pass(counts.text:sub(cut + 1), false)
+            end
+            sent = sent .. stream:pass("", true)
+            assert.equal("data: 1\n\n" .. counts.client_sees, sent)
+            assert.equal(counts.prompt, stream.prompt_tokens)
+            assert.equal(counts.completion, stream.completion_tokens)
+        end
+    end)
+
+    it("keeps them to itself in a last chunk too", function()
+        local stream = event_stream.new()
+        assert.equal(counts.client_sees, (stream:pass(counts.text, true)))
+    end)
+
+    it("passes text that only looks like counts", function()
+        local stream = event_stream.new()
+        local text = 'data: ": mirror-usage 1 2"\n\n: 5\n\n'
+        assert.equal(text, (stream:pass(text, false)))
+        assert.is_nil(stream.prompt_tokens)
     end)
 end)

@@ -39,8 +39,9 @@ function Dict:add(key, value, ttl)
     return self:set(key, value, ttl)
 end
 
-function Dict:incr(key, difference, initial)
+function Dict:incr(key, difference, initial, ttl)
     local value = self:get(key)
+    local expires = self.values[key] and self.values[key].expires
     if value == nil then
         if initial == nil then
             return nil, "not found"
@@ -49,8 +50,9 @@ function Dict:incr(key, difference, initial)
             return nil, "no memory"
         end
         value = initial
+        expires = ttl and ttl > 0 and self.clock() + ttl or nil
     end
-    self:set(key, value + difference)
+    self.values[key] = { value = value + difference, expires = expires }
     return value + difference
 end
 
@@ -76,13 +78,19 @@ function _M.new()
     ngx.advance = function(seconds)
         now = now + seconds
     end
-    ngx.shared = { mirror_flight = _M.dict(ngx.now), mirror_metrics = _M.dict(ngx.now) }
+    ngx.shared = {}
+    for _, name in ipairs({ "flight", "metrics", "control", "usage" }) do
+        ngx.shared["mirror_" .. name] = _M.dict(ngx.now)
+    end
     ngx.worker = {
         pid = function()
             return 41
         end,
+        id = function()
+            return 0
+        end,
     }
-    ngx.ERR, ngx.WARN, ngx.HTTP_OK = 4, 5, 200
+    ngx.ERR, ngx.WARN, ngx.NOTICE, ngx.HTTP_OK = 4, 5, 6, 200
     ngx.log = function(...)
         ngx.log_lines[#ngx.log_lines + 1] = table.concat({ ... })
     end
@@ -96,6 +104,9 @@ function _M.new()
     ngx.begin = function(var)
         ngx.ctx, ngx.var, ngx.header, ngx.printed, ngx.exited = {}, var or {}, {}, {}, nil
         ngx.status = 200
+        ngx.req.discard_body = function()
+            ngx.ctx.is_body_discarded = true
+        end
     end
     return ngx
 end

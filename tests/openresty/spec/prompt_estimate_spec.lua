@@ -3,7 +3,10 @@ local policy = require("mirror.policy")
 local prompt_estimate = require("mirror.prompt_estimate")
 
 local function tokens(text)
-    return prompt_estimate.tokens(text, #text, policy.default)
+    local ascii, non_ascii = prompt_estimate.bytes(text, #text)
+    return prompt_estimate.tokens(
+        ascii, non_ascii, policy.tokens_per_ascii_byte, policy.tokens_per_non_ascii_byte
+    )
 end
 
 describe("prompt estimate", function()
@@ -32,11 +35,24 @@ describe("prompt estimate", function()
 
     it("judges a large body by its beginning", function()
         local sample = ("a"):rep(prompt_estimate.SAMPLE_BYTES)
-        local ten_times = prompt_estimate.tokens(sample, 10 * #sample, policy.default)
-        assert.is_true(math.abs(ten_times - 10 * tokens(sample)) <= 10)
-        local with_more = prompt_estimate.tokens(sample .. "你好", 10 * #sample, policy.default)
-        assert.equal(ten_times, with_more)
+        assert.equal(10 * #sample, (prompt_estimate.bytes(sample, 10 * #sample)))
+        local ascii, non_ascii = prompt_estimate.bytes(sample .. "你好", 10 * #sample)
+        assert.same({ 10 * #sample, 0 }, { ascii, non_ascii })
     end)
+
+    local bodies = {
+        { '{"model": "m-1", "messages": []}', "m-1" },
+        { '{"messages": [{"content": "a \\"model\\": \\"b\\""}], "model":"org/m"}', "org/m" },
+        { '{"messages": []}', nil },
+        { '{"model": 7}', nil },
+        { '{"model"', nil },
+        { "", nil },
+    }
+    for _, case in ipairs(bodies) do
+        it("finds the model " .. tostring(case[2]) .. " in " .. case[1], function()
+            assert.equal(case[2], prompt_estimate.model(case[1]))
+        end)
+    end
 
     it("takes any bytes", function()
         local bytes = {}

@@ -1,22 +1,55 @@
 local body = require("mirror.body")
 local edge = require("mirror.edge")
 local errors = require("mirror.errors")
-local prompt_estimate = require("mirror.prompt_estimate")
-local read = require("mirror.phase.read")
+local identify = require("mirror.phase.identify")
+local usage = require("mirror.usage")
 local ngx = ngx
 
+local function refuse(name, details)
+    edge.metrics:add("mirror_edge_refusals_total|" .. (details and details.reason or name), 1)
+    return errors.refuse(name, details)
+end
+
+local function route(ctx, caller, live, tokens, rate)
+    local request = { prompt_tokens = tokens, qps = rate, tier = caller.tier }
+    local class, rule = edge.router():choose(request, live)
+    edge.flight:add("class|" .. class, 1)
+    edge.qps:route(class)
+    edge.metrics:add("mirror_edge_routes_total|" .. class .. "|" .. caller.tier .. "|" .. rule, 1)
+    ctx.class, ctx.tier = class, caller.tier
+    local var = ngx.var
+    var.mirror_device = class
+    var.mirror_tier = caller.tier
+    var.mirror_tenant = caller.tenant
+    var.mirror_prompt_estimate = tokens
+    var.mirror_degrade = live.degrade_level
+end
+
 return function()
-    read()
+    local caller, ctx = identify(), ngx.ctx
+    local live = edge.live()
+    if edge.is_draining() then
+        return refuse("draining")
+    end
+    if live.degrade_level >= 3 and caller.tier == "standard" then
+        return refuse("degraded")
+    end
+    local is_admitted, refusal = edge.admission:enter(caller)
+    if not is_admitted then
+        return refuse("rate_limited", refusal)
+    end
+    ctx.caller = caller
+    local rate = edge.qps:arrive(caller.tenant)
     local sample, length = body.read(edge.body_timeout_s)
     if not sample then
         return errors.send(length, length == 400)
     end
-    local ctx, var = ngx.ctx, ngx.var
-    local tokens = prompt_estimate.tokens(sample, length, edge.policy)
-    ctx.tier = "standard"
-    ctx.class = edge.router:choose({ prompt_tokens = tokens })
-    var.mirror_device = ctx.class
-    var.mirror_tier = ctx.tier
-    var.mirror_tenant = "default"
-    var.mirror_prompt_estimate = tokens
+    ctx.is_body_read = true
+    local tokens = usage.estimate(ctx, sample, length)
+    local charge, excess = edge.admission:charge(caller, tokens)
+    if not charge then
+        return refuse("rate_limited", excess)
+    end
+    ctx.charge = charge
+    return route(ctx, caller, live, tokens, rate)
 end

@@ -1,4 +1,5 @@
 local edge = require("mirror.edge")
+local usage = require("mirror.usage")
 local ngx = ngx
 
 return function()
@@ -7,8 +8,15 @@ return function()
         edge.balancer:release(ctx.peer)
         ctx.peer = nil
     end
-    if ctx.class and not ctx.is_complete then
-        edge.metrics:add("mirror_edge_incomplete_answers_total", 1)
+    if ctx.caller then
+        edge.admission:leave(ctx.caller)
+    end
+    if ctx.class then
+        edge.flight:add("class|" .. ctx.class, -1)
+        usage.settle(ctx)
+        if not ctx.is_complete then
+            edge.metrics:add("mirror_edge_incomplete_answers_total", 1)
+        end
     end
     edge.metrics:request(
         ctx.class,

@@ -10,7 +10,7 @@ return function()
         edge.balancer:release(ctx.peer)
     end
     local is_ok = answer.status == ngx.HTTP_OK and not answer.truncated
-    local text = edge.metrics:text(gauges.read(edge.balancer, is_ok))
+    local text = edge.metrics:text(gauges.read(is_ok))
     ngx.header["Content-Type"] = "text/plain; version=0.0.4; charset=utf-8"
     ngx.print(text, is_ok and answer.body or "")
 end

@@ -1,0 +1,215 @@
+--- What a routing policy may hold (`mirror.policy` is the default one).
+
+local cjson = require("cjson.safe")
+local classes = require("mirror.classes")
+local lua_table = require("mirror.lua_table")
+
+local _M = {}
+
+local TIERS = { vip = true, standard = true }
+
+local function shown(value)
+    if value == cjson.null then
+        return "null"
+    end
+    return type(value) == "table" and "a table" or tostring(value)
+end
+
+local function refuse(path, value, allowed)
+    local message = string.format("%s is %s; %s", path, shown(value), allowed)
+    error({ path = path, message = message }, 0)
+end
+
+local function is_finite(value)
+    return type(value) == "number" and value == value and value < math.huge
+end
+
+local function check_keys(path, value, what, names)
+    if type(value) ~= "table" then
+        refuse(path, value, "it must be a table: " .. what)
+    end
+    local known = {}
+    for _, name in ipairs(names) do
+        known[name] = true
+    end
+    for key in pairs(value) do
+        if not known[key] then
+            local place = type(key) == "number" and path .. "[" .. key .. "]"
+                or (path == "the policy" and key or path .. "." .. key)
+            local message = ": there is no such key; known are " .. table.concat(names, ", ")
+            error({ path = place, message = place .. message }, 0)
+        end
+    end
+end
+
+-- Numbers by class, each for which `is_allowed`; their sum.
+local function check_classes(path, numbers, is_allowed, allowed)
+    check_keys(path, numbers, "numbers by class", classes.ALL)
+    local total = 0
+    for _, class in ipairs(classes.ALL) do
+        local number = numbers[class]
+        if number ~= nil then
+            if not is_finite(number) or not is_allowed(number) then
+                refuse(path .. "." .. class, number, allowed)
+            end
+            total = total + number
+        end
+    end
+    return total
+end
+
+local function is_weight(number)
+    return number >= 0
+end
+
+local function check_weights(path, weights)
+    local total = check_classes(path, weights, is_weight, "a weight is a number of at least 0")
+    if total <= 0 then
+        refuse(path, weights, "the weights must add up to more than 0")
+    end
+end
+
+-- A list of steps whose `below` rises; `check_step` looks at the rest of each.
+local function check_steps(path, steps, names, check_step)
+    if type(steps) ~= "table" or #steps == 0 then
+        refuse(path, steps, "it must be a list of at least one table")
+    end
+    for key in pairs(steps) do
+        if type(key) ~= "number" or key > #steps then
+            refuse(path, "with " .. tostring(key), "it must be a list")
+        end
+    end
+    local floor = 0
+    for index, step in ipairs(steps) do
+        local place = path .. "[" .. index .. "]"
+        check_keys(place, step, table.concat(names, ", "), names)
+        if index == #steps then
+            if step.below ~= nil then
+                refuse(place .. ".below", step.below, "the last one has none")
+            end
+        elseif not is_finite(step.below) or step.below <= floor then
+            refuse(place .. ".below", step.below, "it must be a number above " .. floor)
+        end
+        floor = step.below
+        check_step(place, step)
+    end
+end
+
+local function check_bucket(path, bucket)
+    check_weights(path .. ".weights", bucket.weights)
+end
+
+local function check_band(path, band)
+    if band.factors ~= nil then
+        check_classes(path .. ".factors", band.factors, is_weight, "a factor is at least 0")
+    end
+    local spread = band.spread
+    if spread ~= nil and not (is_finite(spread) and spread >= 0 and spread <= 1) then
+        refuse(path .. ".spread", spread, "it must be a number from 0 to 1")
+    end
+end
+
+local function check_preference(path, list)
+    if type(list) ~= "table" or #list == 0 then
+        refuse(path, list, "it must be a list of classes, the fastest first")
+    end
+    local seen = {}
+    for key, class in pairs(list) do
+        local place = path .. "[" .. tostring(key) .. "]"
+        if type(key) ~= "number" or not classes.IS[class] then
+            refuse(place, class, "a class is one of " .. table.concat(classes.ALL, ", "))
+        end
+        if seen[class] then
+            refuse(place, class, "each class may be there once")
+        end
+        seen[class] = true
+    end
+end
+
+local function check_tiers(tiers)
+    check_keys("tiers", tiers, "vip and standard", { "vip", "standard" })
+    for tier in pairs(TIERS) do
+        local rule, path = tiers[tier], "tiers." .. tier
+        if rule ~= nil then
+            check_keys(path, rule, "prefer and healthy_factor", { "prefer", "healthy_factor" })
+            if rule.prefer ~= nil then
+                check_preference(path .. ".prefer", rule.prefer)
+            end
+            local factor = rule.healthy_factor
+            if factor ~= nil and not (is_finite(factor) and factor >= 0 and factor <= 1) then
+                refuse(path .. ".healthy_factor", factor, "it must be a number from 0 to 1")
+            end
+        end
+    end
+end
+
+local function is_cap(number)
+    return number >= 1 and number % 1 == 0
+end
+
+local KEYS = {
+    "prompt_buckets", "qps_bands", "fallback", "tiers", "caps", "tokens_per_ascii_byte",
+    "tokens_per_non_ascii_byte",
+}
+
+local function check(policy)
+    check_keys("the policy", policy, "prompt_buckets and more", KEYS)
+    check_steps("prompt_buckets", policy.prompt_buckets, { "below", "weights" }, check_bucket)
+    check_steps("qps_bands", policy.qps_bands, { "below", "factors", "spread" }, check_band)
+    check_weights("fallback", policy.fallback)
+    check_tiers(policy.tiers)
+    check_classes("caps", policy.caps, is_cap, "a cap is a whole number of at least 1")
+    for _, key in ipairs({ "tokens_per_ascii_byte", "tokens_per_non_ascii_byte" }) do
+        if not is_finite(policy[key]) or policy[key] <= 0 then
+            refuse(key, policy[key], "it must be a number above 0")
+        end
+    end
+end
+
+--- True, or nil, a sentence that names the key, the value and what is allowed, and the key's path.
+function _M.validate(policy)
+    local is_valid, refusal = pcall(check, policy)
+    if is_valid then
+        return true
+    end
+    if type(refusal) == "table" then
+        return nil, "policy: " .. refusal.message, refusal.path
+    end
+    return nil, "policy: " .. tostring(refusal), ""
+end
+
+-- A key that is missing has no line; the table that should hold it has.
+local function line_of(path, lines)
+    while path ~= "" and not lines[path] do
+        path = path:match("^(.*)%[%d+%]$") or path:match("^(.*)%.[^.]*$") or ""
+    end
+    return lines[path]
+end
+
+--- The policy in a Lua text, or nil and a sentence with the line at fault.
+function _M.from_lua(text)
+    local policy, lines = lua_table.parse(text)
+    if not policy then
+        return nil, "policy: " .. lines
+    end
+    local is_valid, message, path = _M.validate(policy)
+    if not is_valid then
+        return nil, message:gsub("^policy: ", "policy: line " .. line_of(path, lines) .. ": ", 1)
+    end
+    return policy
+end
+
+--- The policy in a JSON text, or nil and a sentence with the key at fault.
+function _M.from_json(text)
+    local policy, reason = cjson.decode(text)
+    if policy == nil then
+        return nil, "policy: it is not JSON: " .. tostring(reason)
+    end
+    local is_valid, message = _M.validate(policy)
+    if not is_valid then
+        return nil, message
+    end
+    return policy
+end
+
+return _M

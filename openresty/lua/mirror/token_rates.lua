@@ -1,0 +1,71 @@
+--- Tokens per ASCII and per non-ASCII byte of a request body, learned for each model from the
+-- counts that gateways give back.
+--
+-- Recursive least squares on the relative error, with forgetting; an error counts as `OUTLIER` at
+-- most, so that one odd body cannot spoil the rates. The state lies in a shared dict: all workers
+-- teach it, and it outlives a reload. Of two lessons at once one may be lost.
+
+local format, match = string.format, string.match
+local min, max = math.min, math.max
+
+local _M = {}
+local TokenRates = {}
+TokenRates.__index = TokenRates
+
+local FORGETTING = 0.99
+local NOISE = 0.04
+local OUTLIER = 0.5
+local DOUBT, DOUBT_MAX = 0.1, 10
+local RATE_MIN, RATE_MAX = 0.01, 4
+-- A model's name comes from the body; only one that a gateway serves is ever learned.
+local NAME_BYTES = 200
+
+function _M.new(dict)
+    return setmetatable({ dict = dict }, TokenRates)
+end
+
+local function key_of(model)
+    return "rates|" .. (model and #model <= NAME_BYTES and model or "")
+end
+
+--- The rates for `model` (nil where the body does not say): those learned, else the policy's.
+function TokenRates:of(model, policy)
+    local key = key_of(model)
+    local ascii = self.dict:get(key .. "|ascii")
+    local other = ascii and self.dict:get(key .. "|other")
+    if other then
+        return ascii, other
+    end
+    return policy.tokens_per_ascii_byte, policy.tokens_per_non_ascii_byte
+end
+
+local function bounded(value, low, high)
+    return min(high, max(low, value))
+end
+
+--- Learn that a body of so many bytes had `tokens` prompt tokens.
+function TokenRates:learn(model, ascii_bytes, other_bytes, tokens, policy)
+    if tokens <= 0 or ascii_bytes + other_bytes <= 0 then
+        return
+    end
+    local key = key_of(model)
+    local a, b = self:of(model, policy)
+    local doubts = self.dict:get(key .. "|doubt") or ""
+    local paa, pab, pbb = match(doubts, "^(%S+) (%S+) (%S+)$")
+    paa, pab, pbb = tonumber(paa) or DOUBT, tonumber(pab) or 0, tonumber(pbb) or DOUBT
+    local x, y = ascii_bytes / tokens, other_bytes / tokens
+    local fault = bounded(1 - a * x - b * y, -OUTLIER, OUTLIER)
+    local gx, gy = paa * x + pab * y, pab * x + pbb * y
+    local scale = 1 / (FORGETTING * NOISE + x * gx + y * gy)
+    self.dict:set(key .. "|ascii", bounded(a + gx * scale * fault, RATE_MIN, RATE_MAX))
+    self.dict:set(key .. "|other", bounded(b + gy * scale * fault, RATE_MIN, RATE_MAX))
+    paa = min(DOUBT_MAX, (paa - gx * gx * scale) / FORGETTING)
+    pbb = min(DOUBT_MAX, (pbb - gy * gy * scale) / FORGETTING)
+    pab = (pab - gx * gy * scale) / FORGETTING
+    -- Bounded doubts must stay those of a positive matrix.
+    local widest = 0.99 * math.sqrt(max(0, paa * pbb))
+    pab = bounded(pab, -widest, widest)
+    self.dict:set(key .. "|doubt", format("%.9g %.9g %.9g", paa, pab, pbb))
+end
+
+return _M
