@@ -21,6 +21,7 @@ from mirror_sd.bench import (
     plot,
     prompts,
     quality,
+    routing,
     serve,
 )
 from mirror_sd.bench import http as http_path
@@ -48,6 +49,7 @@ app.command("plot")(plot.command)
 app.command("memory")(memory.command)
 app.command("serve")(serve.command)
 app.command("edge")(edge.command)
+app.command("routing")(routing.command)
 
 
 def _prepare(

@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from mirror_sd.admin_client import AdminClient
 from mirror_sd.bench.serve_stack import RunningStack
@@ -19,6 +19,7 @@ from mirror_sd.child import die_with_parent
 from mirror_sd.config import Config, RunDir
 from mirror_sd.errors import SetupError
 from mirror_sd.keys import KeyFile, Tier
+from mirror_sd.supervisor import process_table
 from mirror_sd.supervisor.preflight import free_ports
 from mirror_sd.supervisor.processes import import_path
 
@@ -79,9 +80,8 @@ class OwnStack:
 
     def tokens_by_class(self) -> dict[str, int]:
         """What the workers of each class have generated so far."""
-        state: dict[str, Any] = self.admin().get("/admin/state")
         tokens: dict[str, int] = {}
-        for worker in state["workers"]:
+        for worker in process_table.load(self.run)["workers"] or ():
             name = worker["device_class"]
             tokens[name] = tokens.get(name, 0) + int(worker.get("tokens", 0))
         return tokens
