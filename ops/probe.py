@@ -92,7 +92,7 @@ class Probe:
         try:
             state = self._edge.state()
         except EdgeError as error:
-            self._trouble("state", str(error))
+            self._count_trouble("state", error)
             return None
         self._trouble("state", "")
         return workers.read(state, self._classes, patience_s, devices)
@@ -104,7 +104,7 @@ class Probe:
         try:
             self._service.add(now, service.parse(self._edge.metrics()))
         except (EdgeError, ValueError) as error:
-            self._trouble("metrics", str(error))
+            self._count_trouble("metrics", error)
         else:
             self._trouble("metrics", "")
 
@@ -148,9 +148,12 @@ class Probe:
                 _log.info("class %s has factor %.2f: %s", name, factor, why)
         self._causes = weights.causes
 
+    def _count_trouble(self, source: str, error: Exception) -> None:
+        telemetry.PROBE_READ_ERRORS.labels(source).inc()
+        self._trouble(source, str(error))
+
     def _trouble(self, source: str, text: str) -> None:
-        if text:
-            telemetry.PROBE_READ_ERRORS.labels(source).inc()
+        """Log the first of a row of failures, and their end; an empty text is none."""
         before = self._troubles.get(source, "")
         self._troubles[source] = text
         if text and not before:

@@ -1,0 +1,135 @@
+"""Alerts fire once, resolve once, and need their reason for a while."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+import pytest
+
+from mirror_sd.config import ProbeConfig
+from ops.alerting import RULES, Alert, AlertBook, Observation, observe
+from ops.readings import ClassReading, DeviceReading, ServiceReading, StackReading
+
+CONFIG = ProbeConfig()
+
+
+def stack(
+    device: DeviceReading | None = None,
+    service: ServiceReading | None = None,
+    workers: int = 1,
+) -> StackReading:
+    item = ClassReading(device=device or DeviceReading(), workers=workers)
+    return StackReading(0.0, {"gpu": item}, service or ServiceReading())
+
+
+def changes(
+    book: AlertBook, reading: StackReading, begin: int, seconds: int, level: int = 0
+) -> list[tuple[int, Alert]]:
+    found = []
+    for now in range(begin, begin + seconds):
+        seen = observe(reading, CONFIG, level, stale_s=0.0)
+        found += [(now, alert) for alert in book.update(float(now), seen)]
+    return found
+
+
+BAD = {
+    "MirrorDraftsRejected": stack(service=ServiceReading(rejection_rate=0.4)),
+    "MirrorDeviceHot": stack(DeviceReading(temperature_c=86.0)),
+    "MirrorMemoryPressure": stack(DeviceReading(memory_pressure=0.95)),
+    "MirrorTailLatency": stack(service=ServiceReading(inter_token_p99_s=0.4)),
+    "MirrorWorkerRestarts": stack(service=ServiceReading(worker_restarts={"gpu": 3.0})),
+    "MirrorNoWorker": stack(workers=0),
+}
+WELL = stack(
+    DeviceReading(temperature_c=60.0, memory_pressure=0.2),
+    ServiceReading(inter_token_p99_s=0.02, rejection_rate=0.05, worker_restarts={"gpu": 0.0}),
+)
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_alert_fires_once_and_resolves_once(name: str) -> None:
+    book = AlertBook()
+    assert changes(book, WELL, 0, 100) == []
+    fired = changes(book, BAD[name], 100, 300)
+    assert [(alert.name, alert.state) for _, alert in fired] == [(name, "firing")]
+    assert fired[0][0] == 100 + RULES[name].for_s
+    assert book.firing() == {rule: int(rule == name) for rule in RULES}
+    resolved = changes(book, WELL, 400, 300)
+    assert [(alert.name, alert.state) for _, alert in resolved] == [(name, "resolved")]
+    assert resolved[0][0] == 400 + RULES[name].clear_s
+    assert sum(book.firing().values()) == 0
+
+
+def test_degradation_is_told_at_each_end() -> None:
+    book = AlertBook()
+    assert [a.state for _, a in changes(book, WELL, 0, 5, level=2)] == ["firing"]
+    assert [a.state for _, a in changes(book, WELL, 5, 5, level=0)] == ["resolved"]
+
+
+def test_edge_that_takes_nothing_is_told() -> None:
+    book = AlertBook()
+    told = [
+        (second, alert.state)
+        for second in range(30)
+        for alert in book.update(
+            float(second), observe(WELL, CONFIG, 0, stale_s=float(second) if second < 10 else 0.0)
+        )
+    ]
+    assert told == [(6, "firing"), (15, "resolved")]
+
+
+def test_value_that_trembles_about_its_threshold_alerts_once() -> None:
+    book = AlertBook()
+    found: list[tuple[int, Alert]] = []
+    for begin in range(0, 600, 2):
+        found += changes(book, BAD["MirrorDeviceHot"], begin, 1)
+        found += changes(book, stack(DeviceReading(temperature_c=84.0)), begin + 1, 1)
+    # Never hot for two seconds together, or hot all the time: once at most.
+    assert len(found) <= 1
+
+
+def test_short_trouble_is_no_alert() -> None:
+    book = AlertBook()
+    for begin in range(0, 600, 20):
+        assert changes(book, BAD["MirrorDraftsRejected"], begin, 15) == []
+        assert changes(book, WELL, begin + 15, 5) == []
+
+
+def test_classes_alert_apart() -> None:
+    hot, cool = (Observation(value, 85.0, value >= 85, value < 80) for value in (90.0, 40.0))
+    seen: Mapping[tuple[str, str], Observation] = {
+        ("MirrorDeviceHot", "gpu"): hot,
+        ("MirrorDeviceHot", "tpu"): hot,
+        ("MirrorDeviceHot", "cpu"): cool,
+    }
+    book = AlertBook()
+    fired = [alert for second in range(5) for alert in book.update(float(second), seen)]
+    assert sorted(alert.subject for alert in fired) == ["gpu", "tpu"]
+    assert book.firing()["MirrorDeviceHot"] == 2
+
+
+def test_what_is_not_seen_neither_fires_nor_resolves() -> None:
+    book = AlertBook()
+    changes(book, BAD["MirrorDeviceHot"], 0, 10)
+    blind = StackReading(0.0, {})
+    assert changes(book, blind, 10, 600) == []
+    assert book.firing()["MirrorDeviceHot"] == 1
+
+
+def test_alert_is_told_in_words_and_in_json() -> None:
+    alert = Alert("MirrorDeviceHot", "gpu", "firing", 86.25, 85.0)
+    assert alert.summary == "devices are too hot (gpu): 86.2, threshold 85"
+    document = json.loads(json.dumps(alert.to_json(1700000000.1234, "127.0.0.1:8080")))
+    assert document == {
+        "alert": "MirrorDeviceHot",
+        "class": "gpu",
+        "state": "firing",
+        "value": 86.25,
+        "threshold": 85.0,
+        "summary": alert.summary,
+        "at": 1700000000.123,
+        "source": "127.0.0.1:8080",
+    }
+    resolved = Alert("MirrorDegraded", "", "resolved", 0, 1)
+    assert resolved.summary == "no longer: service is degraded: 0, threshold 1"

@@ -1,0 +1,120 @@
+"""The ladder: up while tokens come too slowly, down after a calm, no swinging between."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ops.degradation import DegradationLadder, Step
+
+LIMIT_S = 0.2
+
+
+def levels(
+    ladder: DegradationLadder,
+    seconds: int,
+    p99_s: float | None,
+    pressure: float = 0.0,
+    begin: float = 0.0,
+) -> list[int]:
+    seen = []
+    for second in range(seconds):
+        ladder.update(begin + second, p99_s, pressure)
+        seen.append(ladder.level)
+    return seen
+
+
+def test_slow_tokens_climb_one_step_at_a_time() -> None:
+    seen = levels(DegradationLadder(LIMIT_S), 30, 0.3, pressure=2.0)
+    assert [seen.index(level) for level in (0, 1, 2, 3)] == [0, 3, 8, 18]
+    assert seen[-1] == 3
+
+
+def test_nothing_is_shed_where_nothing_waits() -> None:
+    assert levels(DegradationLadder(LIMIT_S), 600, 2.0, pressure=0.9)[-1] == 2
+
+
+def test_a_queue_alone_degrades_nothing() -> None:
+    assert set(levels(DegradationLadder(LIMIT_S), 600, 0.1, pressure=50.0)) == {0}
+
+
+def test_a_moment_of_slow_tokens_changes_nothing() -> None:
+    ladder = DegradationLadder(LIMIT_S)
+    for second in range(0, 120, 4):
+        assert set(levels(ladder, 3, 0.5, begin=second)) == {0}
+        assert set(levels(ladder, 1, 0.1, begin=second + 3)) == {0}
+
+
+def test_a_level_stays_while_latency_is_near_its_limit() -> None:
+    ladder = DegradationLadder(LIMIT_S)
+    levels(ladder, 5, 0.3)
+    assert set(levels(ladder, 600, 0.19, begin=5.0)) == {1}
+
+
+def test_calm_gives_back_step_by_step() -> None:
+    ladder = DegradationLadder(LIMIT_S)
+    levels(ladder, 30, 0.3, pressure=2.0)
+    seen = levels(ladder, 60, 0.05, begin=30.0)
+    assert [seen.index(level) for level in (2, 1, 0)] == [10, 20, 30]
+
+
+def test_silence_is_calm() -> None:
+    ladder = DegradationLadder(LIMIT_S)
+    levels(ladder, 30, 0.3, pressure=2.0)
+    assert levels(ladder, 60, None, begin=30.0)[-1] == 0
+
+
+def test_requests_are_refused_until_the_queue_is_short() -> None:
+    ladder = DegradationLadder(LIMIT_S)
+    levels(ladder, 30, 0.3, pressure=2.0)
+    assert set(levels(ladder, 120, 0.05, pressure=0.8, begin=30.0)) == {3}
+    assert levels(ladder, 12, 0.05, pressure=0.1, begin=150.0)[-1] == 2
+
+
+def test_a_step_tells_its_reason() -> None:
+    ladder = DegradationLadder(LIMIT_S)
+    steps = [ladder.update(float(second), 0.31, 1.5) for second in range(4)]
+    assert steps[:3] == [None, None, None]
+    reason = "p99 between tokens is 310 ms, above 200 ms, and 1.5 requests wait for each slot"
+    assert steps[3] == Step(0, 1, reason)
+
+
+def test_overload_that_returns_with_each_descent_swings_ever_more_rarely() -> None:
+    # The plant: at level 0 tokens are slow, at level 1 they are not.
+    ladder = DegradationLadder(LIMIT_S)
+    changes = []
+    for second in range(7200):
+        step = ladder.update(float(second), 0.3 if ladder.level == 0 else 0.1, 0.0)
+        if step is not None:
+            changes.append(second)
+    assert len([second for second in changes if second < 300]) < 20
+    # Once in almost three minutes up, and once down.
+    assert len([second for second in changes if second >= 3600]) <= 2 * 3600 / 160 + 2
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.floats(0, 100), st.one_of(st.none(), st.floats(0, 10)), st.floats(0, 100)),
+        max_size=200,
+    )
+)
+def test_level_moves_by_one_within_0_and_3_whatever_comes(
+    moments: list[tuple[float, float | None, float]],
+) -> None:
+    ladder = DegradationLadder(LIMIT_S)
+    now = 0.0
+    for elapsed, p99_s, pressure in moments:
+        now += elapsed
+        before = ladder.level
+        step = ladder.update(now, p99_s, pressure)
+        assert 0 <= ladder.level <= 3
+        assert abs(ladder.level - before) == (0 if step is None else 1)
+        if step is not None and step.after > step.before:
+            assert p99_s is not None and p99_s > LIMIT_S
+
+
+@pytest.mark.parametrize("p99_s", [0.2, 0.1999])
+def test_the_limit_itself_is_allowed(p99_s: float) -> None:
+    assert set(levels(DegradationLadder(LIMIT_S), 100, p99_s, pressure=5.0)) == {0}
