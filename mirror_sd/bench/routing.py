@@ -25,7 +25,7 @@ from typing import Annotated, Any
 import typer
 
 from mirror_sd.bench import machine, traffic
-from mirror_sd.bench.load import Exchange, LoadClient, quantile
+from mirror_sd.bench.load import Arrival, Exchange, LoadClient, quantile
 from mirror_sd.bench.options import AsJson, Dataset, Overrides, one_of, show
 from mirror_sd.bench.own_stack import OwnStack
 from mirror_sd.bench.serve_stack import measured
@@ -37,6 +37,7 @@ PROFILES = {"cpu": (120.0, 8), "gpu": (20.0, 32), "tpu": (15.0, 64)}
 _WEIGHTS = {"round_robin": "{ cpu = 1, gpu = 1, tpu = 1 }", "gpu_only": "{ gpu = 1 }"}
 _PLAIN = ("probe.enabled=false", "scheduler.preemption=false", "scheduler.steal_after_ms=1e9")
 _SEED = 7
+_ANSWER_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +109,7 @@ def _run(mode: str, plan: Plan, overrides: Sequence[str]) -> dict[str, Any]:
         with OwnStack(settings, tenants) as stack, LoadClient(stack.port) as client:
             requests = plan.mix().requests()
             vip = [item for item in requests if item.tier == traffic.TIERS[0]]
-            alone = client.run_open(_arrivals(vip, stack), plan.grace_s)
+            alone = _timed(client, _arrivals(vip, stack), plan)
             sampler = _Sampler(stack, plan)
             with measured(stack.processes()) as use:
                 crowd = _timed(client, _arrivals(requests, stack), plan, sampler)
@@ -124,8 +125,8 @@ def _run(mode: str, plan: Plan, overrides: Sequence[str]) -> dict[str, Any]:
 
 
 @dataclass(slots=True)
-class _Crowd:
-    """All exchanges of the overloaded run, when it began, and when those not ended were cut."""
+class _Run:
+    """All exchanges of a run, when it began, and when those that had not ended were cut."""
 
     exchanges: list[Exchange]
     begin: float
@@ -156,25 +157,27 @@ class _Sampler(threading.Thread):
         return {name: round(tokens / total, 4) for name, tokens in made.items()}
 
 
-def _timed(client: LoadClient, arrivals: list[Any], plan: Plan, sampler: _Sampler) -> _Crowd:
+def _timed(
+    client: LoadClient, arrivals: list[Arrival], plan: Plan, sampler: _Sampler | None = None
+) -> _Run:
     begin = time.perf_counter()
-    sampler.start()
+    if sampler is not None:
+        sampler.start()
     exchanges = client.run_open(arrivals, plan.grace_s)
     cut = time.perf_counter()
-    sampler.join(30)
-    sampler.span_s = cut - begin
-    return _Crowd(exchanges, begin, cut)
+    if sampler is not None:
+        sampler.join(_ANSWER_S)
+        sampler.span_s = cut - begin
+    return _Run(exchanges, begin, cut)
 
 
-def _report(
-    alone: Sequence[Exchange], crowd: _Crowd, plan: Plan, shares: dict[str, float]
-) -> dict[str, Any]:
+def _report(alone: _Run, crowd: _Run, plan: Plan, shares: dict[str, float]) -> dict[str, Any]:
     answered = [e for e in crowd.exchanges if not _is_refused(e)]
     window = (crowd.begin + plan.warm_s, crowd.begin + plan.seconds)
     tokens = sum(e.tokens_until(window[1]) - e.tokens_until(window[0]) for e in answered)
     rate = tokens / (window[1] - window[0])
     by_tier = {tier: _latencies_ms(answered, tier, crowd.cut) for tier in traffic.TIERS}
-    unloaded = quantile(_latencies_ms(alone, "vip", time.perf_counter()), 0.99)
+    unloaded = quantile(_latencies_ms(alone.exchanges, "vip", alone.cut), 0.99)
     waits = [(e.first or e.ended or crowd.cut) - e.due for e in answered if e.label == "standard"]
     return {
         "capacity_share": round(rate / sum(plan.capacity_tok_s().values()), 4),
@@ -187,7 +190,7 @@ def _report(
         "longest_standard_wait_s": round(max(waits, default=0.0), 2),
         "requests": len(crowd.exchanges),
         "refused": len(crowd.exchanges) - len(answered),
-        "failed": sum(_is_failed(e) for e in (*alone, *answered)),
+        "failed": sum(_is_failed(e) for e in (*alone.exchanges, *answered)),
         "unfinished": sum(e.ended is None and not _is_failed(e) for e in answered),
     }
 
@@ -208,7 +211,7 @@ def _latencies_ms(exchanges: Sequence[Exchange], tier: str, cut: float) -> list[
     return found or [0.0]
 
 
-def _arrivals(requests: Sequence[traffic.Request], stack: OwnStack) -> list[Any]:
+def _arrivals(requests: Sequence[traffic.Request], stack: OwnStack) -> list[Arrival]:
     facts = json.loads((stack.run.tokenizer / "model.json").read_text(encoding="utf-8"))
     model = stack.config.model.served_name or facts["name"]
     return traffic.arrivals(requests, stack.port, model, stack.keys)

@@ -10,7 +10,7 @@ import pytest
 
 from mirror_sd.bench import routing, traffic
 from mirror_sd.bench.load import Exchange
-from mirror_sd.bench.routing import Plan, _Crowd, _report
+from mirror_sd.bench.routing import Plan, _Run, _report
 
 PLAN = Plan(seconds=10, warm_s=2, grace_s=5, overload=1.5, slowdown=2, vip_share=0.2, dataset=None)
 
@@ -64,11 +64,11 @@ def exchange(label: str, due: float, first: float, ended: float, tokens: int = 1
 
 
 def test_report_counts_what_came_between_warm_up_and_the_end() -> None:
-    alone = [exchange("vip", 0, 0.5, 1.0)]
+    alone = _Run([exchange("vip", 0, 0.5, 1.0)], begin=0, cut=1)
     refused = Exchange("standard", 5, 5, status=429, ended=5.01)
     waiting = Exchange("standard", 8.0, 8.0)
     broken = Exchange("standard", 8.0, 8.0, status=200, ended=9, tail=b'data: {"error": {}}')
-    crowd = _Crowd(
+    crowd = _Run(
         [
             exchange("vip", 100.0, 101.0, 101.5),  # all of it before the throughput counts
             exchange("standard", 101.0, 105.0, 111.0),  # its second half after the end
