@@ -10,7 +10,7 @@ import pytest
 
 from mirror_sd.bench import routing, traffic
 from mirror_sd.bench.load import Exchange
-from mirror_sd.bench.routing import Plan, _Run, _report
+from mirror_sd.bench.routing import Plan, _report, _Run
 
 PLAN = Plan(seconds=10, warm_s=2, grace_s=5, overload=1.5, slowdown=2, vip_share=0.2, dataset=None)
 
