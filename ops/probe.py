@@ -60,6 +60,7 @@ class Probe:
         self._clock = clock
         self._unix_clock = unix_clock
         self._classes = tuple(str(name) for name in config.pools)
+        self._real = {str(n) for n, pool in config.pools.items() if pool.engine != "emulated"}
         self._weights = DeviceWeights(self._classes, config.probe)
         self._ladder = DegradationLadder(config.probe.inter_token_p99_ms / 1000)
         self._alerts = AlertBook()
@@ -84,8 +85,11 @@ class Probe:
         gauges.show_service(reading.service, self._ladder.level, self._alerts.firing())
 
     def _read_classes(self) -> dict[str, ClassReading] | None:
-        devices = {"cpu": self._host.read()}
-        if "gpu" in self._classes:
+        devices = {}
+        # This machine's sensors say nothing of a device that is pretended.
+        if "cpu" in self._real:
+            devices["cpu"] = self._host.read()
+        if "gpu" in self._real:
             devices["gpu"] = self._gpus.read()
         broker = self._config.broker
         patience_s = broker.heartbeat_ms * broker.missed_heartbeats / 1000

@@ -33,9 +33,11 @@ class StillHost(Host):
         return self.reading
 
 
-class NoGpus(Gpus):
+class HotGpus(Gpus):
+    """Real ones, which the emulated class must not be taken for."""
+
     def read(self) -> DeviceReading:
-        return DeviceReading()
+        return DeviceReading(temperature_c=99.0)
 
 
 class Bench:
@@ -56,7 +58,7 @@ class Bench:
             config,
             EdgeClient("127.0.0.1", port, port, self.token, timeout_s=0.5),
             host=self.host,
-            gpus=NoGpus(),
+            gpus=HotGpus(),
             webhook=self.webhook,
             source="test",
             clock=lambda: self.now,
@@ -116,6 +118,14 @@ def test_document_has_what_is_known_and_nothing_else(bench: Bench) -> None:
         "degrade_level": 0,
         "draft_factor": 1.0,
     }
+
+
+def test_sensors_of_this_machine_say_nothing_of_an_emulated_class(bench: Bench) -> None:
+    bench.gpu()
+    document = bench.run()
+    assert document is not None
+    assert "temperature_c" in document["classes"]["cpu"]
+    assert "temperature_c" not in document["classes"]["gpu"]
 
 
 def test_hot_class_is_weighed_less_with_the_next_document(bench: Bench) -> None:
