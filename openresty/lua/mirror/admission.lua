@@ -12,13 +12,14 @@ local Admission = {}
 Admission.__index = Admission
 
 local MINUTE_S = 60
+local PARTS = 6
 
 --- `dict`: a shared dict; `flight`: an `InFlight`; `clock`: a function of seconds.
 function _M.new(dict, flight, clock)
     return setmetatable({
         flight = flight,
-        requests = sliding_window.new(dict, "requests", MINUTE_S, clock),
-        tokens = sliding_window.new(dict, "tokens", MINUTE_S, clock),
+        requests = sliding_window.new(dict, "requests", MINUTE_S, PARTS, clock),
+        tokens = sliding_window.new(dict, "tokens", MINUTE_S, PARTS, clock),
     }, Admission)
 end
 
@@ -27,7 +28,7 @@ local function refusal(reason, message, limit, wait_s)
         reason = reason,
         message = format(message, limit),
         -- A whole second at least, as the header has no parts of one.
-        retry_after_s = max(1, ceil(wait_s)),
+        retry_after_s = max(1, ceil(wait_s - 1e-3)),
     }
 end
 
@@ -91,7 +92,7 @@ end
 -- As OpenAI writes it: 120ms, 7.2s, 6m0s.
 local function duration(seconds)
     if seconds < 1 then
-        return format("%dms", ceil(seconds * 1000))
+        return format("%dms", ceil(seconds * 1000 - 1e-3))
     elseif seconds < MINUTE_S then
         return format("%.3gs", seconds)
     end

@@ -10,7 +10,8 @@ _M.WINDOW_S = 5
 
 --- `dict`: a shared dict; `clock`: a function of seconds.
 function _M.new(dict, clock)
-    return setmetatable({ window = sliding_window.new(dict, "qps", _M.WINDOW_S, clock) }, Meter)
+    local window = sliding_window.new(dict, "qps", _M.WINDOW_S, _M.WINDOW_S, clock)
+    return setmetatable({ window = window }, Meter)
 end
 
 --- Count a request of `tenant`; the rate of all requests, this one included.

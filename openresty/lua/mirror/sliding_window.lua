@@ -1,7 +1,7 @@
 --- Sums over the last `window_s` seconds, in a shared dict that all nginx workers add to.
 --
--- Two fixed windows stand for the sliding one: of the sum of the one before, the part counts that
--- still lies within. Adding is one atomic increment, so workers cannot lose each other's.
+-- The window is cut into parts with a sum each; of the oldest part that it still touches, as much
+-- counts as lies within. Adding is one atomic increment, so workers cannot lose each other's.
 
 local floor, max = math.floor, math.max
 
@@ -9,54 +9,80 @@ local _M = {}
 local SlidingWindow = {}
 SlidingWindow.__index = SlidingWindow
 
---- `name` keeps windows in one dict apart; `clock` is a function of seconds.
-function _M.new(dict, name, window_s, clock)
-    local window = { dict = dict, name = name, window_s = window_s, clock = clock, index = -1 }
-    return setmetatable(window, SlidingWindow)
+--- `name` keeps windows in one dict apart; a window has `parts` parts; `clock` is a function of
+-- seconds.
+function _M.new(dict, name, window_s, parts, clock)
+    return setmetatable({
+        dict = dict,
+        name = name,
+        parts = parts,
+        part_s = window_s / parts,
+        clock = clock,
+        index = -1,
+        prefixes = {},
+    }, SlidingWindow)
 end
 
--- The part of the current fixed window that has passed.
+-- How much of the current part has passed.
 local function elapsed(self)
-    local at = self.clock() / self.window_s
+    local at = self.clock() / self.part_s
     local index = floor(at)
     if index ~= self.index then
         self.index = index
-        self.current = self.name .. "|" .. index .. "|"
-        self.before = self.name .. "|" .. index - 1 .. "|"
+        for back = 0, self.parts do
+            self.prefixes[back] = self.name .. "|" .. index - back .. "|"
+        end
     end
     return at - index
 end
 
---- The sum with `amount` added, and the fixed window that it was added to.
-function SlidingWindow:add(key, amount)
-    local part = elapsed(self)
-    local total = self.dict:incr(self.current .. key, amount, 0, 2 * self.window_s) or amount
-    return total + (self.dict:get(self.before .. key) or 0) * (1 - part), self.index
+local function part(self, back, key)
+    return self.dict:get(self.prefixes[back] .. key) or 0
 end
 
---- Take `amount` out of the fixed window `index`; nothing where that is long over.
+-- The sum of what the parts before the current one still count for.
+local function earlier(self, key, passed)
+    local total = part(self, self.parts, key) * (1 - passed)
+    for back = 1, self.parts - 1 do
+        total = total + part(self, back, key)
+    end
+    return total
+end
+
+--- The sum with `amount` added, and the index of the part that it was added to.
+function SlidingWindow:add(key, amount)
+    local passed = elapsed(self)
+    local ttl_s = (self.parts + 1) * self.part_s
+    local current = self.dict:incr(self.prefixes[0] .. key, amount, 0, ttl_s) or amount
+    return current + earlier(self, key, passed), self.index
+end
+
+--- Take `amount` out of the part `index`; nothing where that is long over.
 function SlidingWindow:take_back(key, amount, index)
     self.dict:incr(self.name .. "|" .. index .. "|" .. key, -amount)
 end
 
 function SlidingWindow:sum(key)
-    local part = elapsed(self)
-    local current = self.dict:get(self.current .. key) or 0
-    return current + (self.dict:get(self.before .. key) or 0) * (1 - part)
+    local passed = elapsed(self)
+    return part(self, 0, key) + earlier(self, key, passed)
 end
 
 --- Seconds until the sum is `level` or less, if nothing is added.
 function SlidingWindow:seconds_until(key, level)
-    local part = elapsed(self)
-    local current = self.dict:get(self.current .. key) or 0
-    local before = self.dict:get(self.before .. key) or 0
-    if current + before * (1 - part) <= level then
-        return 0
+    local left = 1 - elapsed(self)
+    local total, waited = part(self, 0, key) + earlier(self, key, 1 - left), 0
+    for back = self.parts, 0, -1 do
+        if total <= level then
+            break
+        end
+        local amount = part(self, back, key)
+        if total - amount * left <= level then
+            return max(0, (waited + (total - level) / amount) * self.part_s)
+        end
+        total = total - amount * left
+        waited, left = waited + left, 1
     end
-    if current <= level then
-        return max(0, (1 - (level - current) / before - part) * self.window_s)
-    end
-    return (1 - part + 1 - max(0, level) / current) * self.window_s
+    return waited * self.part_s
 end
 
 return _M

@@ -110,4 +110,138 @@ describe("router", function()
             assert.equal("gpu", r:choose({ prompt_tokens = 1 }, { factors = { cpu = 0 } }))
         end
     end)
+
+    it("multiplies by the headroom of a class whose places are known", function()
+        local r = router.new(policy, { "cpu", "gpu" })
+        local live = { slots = { cpu = 8, gpu = 32 }, in_flight = { cpu = 4, gpu = 8 } }
+        local cpu, gpu = 0.7 * 0.5, 0.3 * 0.75
+        local expected = { cpu = cpu / (cpu + gpu), gpu = gpu / (cpu + gpu) }
+        for class, share in pairs(r:weigh({ prompt_tokens = 1 }, live).shares) do
+            assert.is_true(math.abs(share - expected[class]) < 1e-9)
+        end
+    end)
+
+    it("gives a full class nothing while another has room", function()
+        local r = router.new(policy, ALL)
+        local live = { slots = { cpu = 8 }, in_flight = { cpu = 8 } }
+        assert.same({ cpu = 0, gpu = 1, tpu = 0 }, shares(r, { prompt_tokens = 1 }, live))
+    end)
+
+    it("spills to the other classes where those of the bucket are full", function()
+        local r = router.new(policy, ALL)
+        local live = { slots = { cpu = 8, gpu = 2, tpu = 4 }, in_flight = { cpu = 8, gpu = 2 } }
+        local decision = r:weigh({ prompt_tokens = 1 }, live)
+        assert.equal("spilled", decision.rule)
+        assert.equal(1, decision.shares.tpu)
+    end)
+
+    it("goes by places for each request where all are full", function()
+        local r = router.new(policy, { "cpu", "gpu" })
+        local live = { slots = { cpu = 10, gpu = 10 }, in_flight = { cpu = 39, gpu = 19 } }
+        local decision = r:weigh({ prompt_tokens = 1 }, live)
+        assert.equal("full", decision.rule)
+        assert.is_true(math.abs(decision.shares.cpu - 0.7 / (0.7 + 0.6)) < 1e-9)
+    end)
+
+    it("passes over a class at its cap, whatever places it has", function()
+        local capped = {}
+        for key, value in pairs(policy) do
+            capped[key] = value
+        end
+        capped.caps = { cpu = 2 }
+        local r = router.new(capped, { "cpu", "gpu" })
+        local live = { slots = { cpu = 8 }, in_flight = { cpu = 2 } }
+        assert.equal("gpu", r:choose({ prompt_tokens = 1 }, live))
+    end)
+
+    it("does not send to a class without workers", function()
+        local r = router.new(policy, ALL)
+        for _, tokens in ipairs({ 1, 1000 }) do
+            local live = { slots = { gpu = 0 }, factors = { gpu = 0 } }
+            for _ = 1, 20 do
+                assert.not_equal("gpu", r:choose({ prompt_tokens = tokens }, live))
+            end
+        end
+    end)
+
+    it("changes the weights by the band of the rate", function()
+        local banded = {}
+        for key, value in pairs(policy) do
+            banded[key] = value
+        end
+        banded.qps_bands = { { below = 10 }, { factors = { cpu = 0.5 }, spread = 0.4 } }
+        banded.fallback = { tpu = 1 }
+        local r = router.new(banded, ALL)
+        local request = { prompt_tokens = 1, qps = 9.9 }
+        assert.same({ cpu = 0.7, gpu = 0.3, tpu = 0 }, shares(r, request))
+        request.qps = 10
+        local expected = { cpu = 0.6 * 0.35 / 0.65, gpu = 0.6 * 0.3 / 0.65, tpu = 0.4 }
+        for class, share in pairs(shares(r, request)) do
+            assert.is_true(math.abs(share - expected[class]) < 0.001)
+        end
+    end)
+
+    local VIP = { prompt_tokens = 10, tier = "vip" }
+    local preferences = {
+        { "the fastest", {}, "tpu", "preferred" },
+        { "the next where that is full", { slots = { tpu = 4 }, in_flight = { tpu = 4 } },
+            "gpu", "spilled" },
+        { "the next where that is unhealthy", { factors = { tpu = 0.3 } }, "gpu", "preferred" },
+        { "the least full where all are full",
+            { slots = { cpu = 4, gpu = 4, tpu = 4 }, in_flight = { cpu = 9, gpu = 5, tpu = 7 } },
+            "gpu", "full" },
+        { "by weight where all are unhealthy", { factors = { cpu = 0.2, gpu = 0.1, tpu = 0.1 } },
+            "cpu", "policy" },
+    }
+    for _, case in ipairs(preferences) do
+        it("gives a VIP " .. case[1], function()
+            local class, rule = router.new(policy, ALL):choose(VIP, case[2])
+            assert.same({ case[3], case[4] }, { class, rule })
+        end)
+    end
+
+    it("gives a VIP what there is where the stack has few classes", function()
+        assert.equal("cpu", (router.new(policy, { "cpu" }):choose(VIP)))
+    end)
+
+    -- Two workers with mixed prompts; factors and load that change all the time.
+    it("keeps the shares of 1,000 requests within 2 points of the weights", function()
+        math.randomseed(11)
+        local workers = { router.new(policy, ALL), router.new(policy, ALL) }
+        local run = {}
+        for index = 1, 4000 do
+            local request = { prompt_tokens = math.random(100), qps = 150 * math.random() }
+            local live = {
+                factors = { gpu = index % 700 < 350 and 1 or 0.3 },
+                slots = { cpu = 8, gpu = 32 },
+                in_flight = { cpu = math.random(0, 7), gpu = math.random(0, 31) },
+            }
+            local worker = workers[math.random(2)]
+            local shares_now = worker:weigh(request, live).shares
+            run[index] = { worker:choose(request, live), shares_now }
+        end
+        for first = 1, 3001, 50 do
+            local due = { cpu = 0, gpu = 0, tpu = 0 }
+            for index = first, first + 999 do
+                for class, share in pairs(run[index][2]) do
+                    due[class] = due[class] + share
+                end
+                due[run[index][1]] = due[run[index][1]] - 1
+            end
+            for class, difference in pairs(due) do
+                assert.is_true(math.abs(difference) <= 20, class .. " " .. difference)
+            end
+        end
+    end)
+
+    it("does not herd onto one class while a weight is old", function()
+        local r = router.new(policy, { "cpu", "gpu" })
+        local flight = { cpu = 0, gpu = 0 }
+        local live = { slots = { cpu = 8, gpu = 32 }, in_flight = flight }
+        for _ = 1, 40 do
+            local class = r:choose({ prompt_tokens = 1 }, live)
+            flight[class] = flight[class] + 1
+        end
+        assert.same({ cpu = 8, gpu = 32 }, flight)
+    end)
 end)

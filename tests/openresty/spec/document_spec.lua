@@ -1,0 +1,31 @@
+local document = require("mirror.document")
+local fake_ngx = require("fake_ngx")
+local ngx = ngx
+
+describe("shared document", function()
+    it("is seen by other workers at once and decoded once for each version", function()
+        local dict = fake_ngx.dict(ngx.now)
+        local mine, other = document.new(dict, "d"), document.new(dict, "d")
+        assert.is_nil((mine:get()))
+        assert.is_true(mine:put({ a = 1 }))
+        local value, version = other:get()
+        assert.same({ a = 1 }, value)
+        assert.equal(value, (other:get()))
+        mine:put({ a = 2 })
+        local later, later_version = other:get()
+        assert.same({ a = 2 }, later)
+        assert.is_true(later_version > version)
+    end)
+
+    it("stays where a new one cannot be written", function()
+        local dict = fake_ngx.dict(ngx.now)
+        local mine = document.new(dict, "d")
+        mine:put({ a = 1 })
+        assert.is_nil((mine:put({ a = 0 / 0 })))
+        dict.set = function()
+            return nil, "no memory"
+        end
+        assert.same({ nil, "no memory" }, { mine:put({ a = 3 }) })
+        assert.same({ a = 1 }, (mine:get()))
+    end)
+end)
