@@ -319,6 +319,7 @@ class ChunkHead(Message, frozen=True, kw_only=True, tag="chunk"):
     """The part of a `Chunk` that the broker needs to forward it."""
 
     request_id: str
+    index: int
 
 
 class OutputsHead(Message, frozen=True, kw_only=True, tag="outputs"):
@@ -336,6 +337,7 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
 _head_decoder: msgspec.msgpack.Decoder[HeadFromWorker] = msgspec.msgpack.Decoder(HeadFromWorker)
 _item_decoder: msgspec.msgpack.Decoder[OutputHead] = msgspec.msgpack.Decoder(OutputHead)
+_chunk_decoder: msgspec.msgpack.Decoder[Chunk] = msgspec.msgpack.Decoder(Chunk)
 _VERSION_BYTE = bytes([PROTOCOL_VERSION])
 # Of `Outputs` that are joined; one output alone may be larger.
 _JOINED_BYTES = 1024 * 1024
@@ -358,6 +360,11 @@ def encode_outputs(outputs: Sequence[Output]) -> tuple[bytes, int]:
             break
         items.append(msgspec.Raw(item))
     return join(items), len(items)
+
+
+def encode_output(output: Output) -> msgspec.Raw:
+    """One output, to be joined with others."""
+    return msgspec.Raw(_encoder.encode(output))
 
 
 def join(items: Sequence[msgspec.Raw]) -> bytes:
@@ -383,6 +390,19 @@ def heads_of(outputs: OutputsHead) -> list[OutputHead]:
         return [_item_decoder.decode(item) for item in outputs.items]
     except (msgspec.DecodeError, msgspec.ValidationError, RecursionError) as error:
         raise ProtocolError(f"unreadable output: {error}") from error
+
+
+def output_in(frame: bytes) -> msgspec.Raw:
+    """The output that a frame of one holds, still encoded; it shares the frame's memory."""
+    return msgspec.Raw(memoryview(frame)[1:])
+
+
+def decode_chunk(item: bytes | msgspec.Raw) -> Chunk:
+    """The whole of a chunk whose head was read; raises `ProtocolError`."""
+    try:
+        return _chunk_decoder.decode(item)
+    except (msgspec.DecodeError, msgspec.ValidationError, RecursionError) as error:
+        raise ProtocolError(f"unreadable chunk: {error}") from error
 
 
 def _decode(decoder: msgspec.msgpack.Decoder[T], frame: bytes | memoryview) -> T:

@@ -101,6 +101,27 @@ FALLBACKS = _counter(
     "Requests dispatched to another class than the one they asked for.",
     ("class", "served_by"),
 )
+STEALS = _counter(
+    "mirror_broker_steals_total",
+    "Requests taken by an idle class because the one they asked for was busy.",
+    ("class", "served_by"),
+)
+BROKER_DISPLACEMENTS = _counter(
+    "mirror_broker_displacements_total",
+    "Generations stopped to make room for a VIP; they go on later.",
+    ("class",),
+)
+MERGED = _counter(
+    "mirror_broker_merged_total",
+    "Requests merged with another: coalesced (identical), shared (opted in), hinted (drafts).",
+    ("kind", "class"),
+)
+DRAFT_SOURCES = _gauge(
+    "mirror_broker_draft_sources", "Finished answers kept to draft similar ones from."
+)
+BATCH_LIMIT = _gauge(
+    "mirror_broker_batch_limit", "Sequences that the workers are given at once.", ("class",)
+)
 BAD_FRAMES = _counter("mirror_broker_bad_frames_total", "Frames dropped as unreadable.", ("peer",))
 
 # Worker.

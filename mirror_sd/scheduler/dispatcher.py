@@ -1,38 +1,66 @@
 """Hands waiting requests to workers that have credit.
 
-A request waits in the queue of the class it asked for. While that class has a live worker only
-that class serves it; when it has had none for `fallback_s` any other class may, because a worker
-that restarts is back sooner than a stream is worth moving to another precision. When no class has
-had a worker for `worker_wait_s` the request fails with `NoWorker`.
+A request waits in the queue of the class it asked for. While that class has a live worker that
+class serves it; a class that has nothing waiting itself may take what has waited `steal_after_s`.
+When its class has had no worker for `fallback_s` any other may serve it, because a worker that
+restarts is back sooner than a stream is worth moving to another precision. When no class has had a
+worker for `worker_wait_s` the request fails with `NoWorker`.
+
+An idle worker gets work at once. One that runs a batch gets newcomers together: when they fill
+what it can take, or the oldest has waited `batch_wait_s`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from mirror_sd.errors import DeadlineExceeded, MirrorError, NoWorker
-from mirror_sd.scheduler.priority_queue import (
-    OrderKey,
-    PriorityQueue,
-    Ticket,
-    tier_then_arrival,
-)
+from mirror_sd.scheduler.displacement import Candidate, Displacement
+from mirror_sd.scheduler.priority_queue import Pick, PriorityQueue, QueueRules
 from mirror_sd.scheduler.roster import Roster
+from mirror_sd.scheduler.ticket import Ticket
+
+
+@dataclass(frozen=True, slots=True)
+class DispatchRules:
+    """Times in seconds; infinite ones never come."""
+
+    fallback_s: float
+    worker_wait_s: float
+    batch_wait_s: float = 0.0
+    steal_after_s: float = math.inf
+    preemption: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """`served_by` is the class of the worker, another than `ticket.device_class` on fall-back."""
+    """`served_by` is the class of the worker: another than `ticket.device_class` where that has
+    none, or, if `is_stolen`, where that is busy."""
 
     ticket: Ticket
     worker_id: str
     served_by: str
     waited_s: float
+    is_stolen: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    ticket: Ticket
+    is_entitled: bool
+
+
+def _no_preference(request_id: str) -> str | None:
+    return None
 
 
 class Dispatcher:
-    """`classes` may be asked for; those in `expected` have a pool, so that a worker may come."""
+    """`classes` may be asked for; those in `expected` have a pool, so that a worker may come.
+
+    `preferred_worker` names the worker that a request had best go to, if it can.
+    """
 
     def __init__(
         self,
@@ -40,15 +68,22 @@ class Dispatcher:
         expected: Iterable[str],
         *,
         clock: Callable[[], float],
-        max_queue: int,
-        fallback_s: float,
-        worker_wait_s: float,
-        order: OrderKey = tier_then_arrival,
+        queue_rules: QueueRules,
+        rules: DispatchRules,
+        preferred_worker: Callable[[str], str | None] = _no_preference,
     ) -> None:
-        self._queues = {name: PriorityQueue(max_queue, clock, order) for name in classes}
+        self._queues = {name: PriorityQueue(queue_rules, clock) for name in classes}
         self.roster = Roster(expected, clock)
-        self._fallback_s = fallback_s
-        self._worker_wait_s = worker_wait_s
+        self._clock = clock
+        self._rules = rules
+        self._preferred_worker = preferred_worker
+        self._displacement = Displacement(clock)
+        self._running: dict[str, _Running] = {}
+        # Workers whose batch is being filled in this pass, and when something held back is due.
+        self._filling: set[str] = set()
+        # Queues for whose VIP a slot was made free: it is not for whose turn it is.
+        self._freed: set[str] = set()
+        self._due_at = math.inf
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -57,6 +92,11 @@ class Dispatcher:
     @property
     def waiting(self) -> int:
         return sum(len(queue) for queue in self._queues.values())
+
+    @property
+    def due_at(self) -> float:
+        """When the next pass will find more to do than this one, if nothing happens until then."""
+        return self._due_at
 
     def queue(self, device_class: str) -> PriorityQueue:
         """The queue of a class, to be read; raises `KeyError` for an unknown class."""
@@ -68,6 +108,14 @@ class Dispatcher:
             raise self._no_worker(ticket)
         self._queues[ticket.device_class].push(ticket)
 
+    def upgrade(self, ticket: Ticket) -> None:
+        """Put this ticket in the place of the one with its id, waiting or running."""
+        running = self._running.get(ticket.request_id)
+        if running is not None:
+            self._running[ticket.request_id] = _Running(ticket, running.is_entitled)
+        else:
+            self._queues[ticket.device_class].replace(ticket)
+
     def withdraw(self, request_id: str) -> bool:
         """Take a request out of its queue; False if it does not wait."""
         return any(queue.remove(request_id) is not None for queue in self._queues.values())
@@ -76,22 +124,50 @@ class Dispatcher:
         """Empty the queues; what waited."""
         return [ticket for queue in self._queues.values() for ticket in queue.clear()]
 
+    def release(self, request_id: str) -> str | None:
+        """The request is over; the worker that held it, None if none did."""
+        self._running.pop(request_id, None)
+        return self.roster.release(request_id)
+
     def next_assignment(self) -> Assignment | None:
-        """Give the first ticket, over all queues, that some worker can take; None if none can."""
-        best: tuple[tuple[float, ...], PriorityQueue, str] | None = None
+        """Give the first ticket, over all queues, that some worker can take; None if none can,
+        which ends a pass."""
+        best: tuple[Pick, PriorityQueue, str] | None = None
+        self._due_at = math.inf
         for name, queue in self._queues.items():
-            key = queue.head_key()
-            if key is None or (best is not None and best[0] <= key):
+            pick = queue.pick(vip_first=name in self._freed)
+            if pick is None or (best is not None and best[0].key <= pick.key):
                 continue
-            worker_id = self.roster.choose(self._serving(name))
+            worker_id = self._worker_for(name, pick)
             if worker_id is not None:
-                best = (key, queue, worker_id)
+                best = (pick, queue, worker_id)
         if best is None:
+            self._filling.clear()
+            self._freed.clear()
             return None
-        _, queue, worker_id = best
-        ticket, waited_s = queue.pop()
-        self.roster.give(ticket.request_id, worker_id)
-        return Assignment(ticket, worker_id, self.roster.class_of(worker_id), waited_s)
+        return self._assign(*best)
+
+    def next_displaced(self, tokens_left: Callable[[Ticket], int]) -> str | None:
+        """The running request that must give way to a VIP that waits while every slot it could
+        have is taken; None if none must. It is for the caller to stop and release it."""
+        if not self._rules.preemption:
+            return None
+        for name, queue in self._queues.items():
+            pick = queue.pick(vip_first=True)
+            if pick is None or not pick.ticket.is_vip:
+                continue
+            classes = self._serving(name)
+            if not classes or self.roster.choose(classes, beyond_limit=True) is not None:
+                continue
+            victim = self._displacement.choose(self._candidates(classes, tokens_left))
+            if victim is not None:
+                self._freed.add(name)
+                return victim
+        return None
+
+    def note_displaced(self, request_id: str) -> None:
+        """A request, under the id that it will be submitted again with, was displaced."""
+        self._displacement.note(request_id)
 
     def overdue(self) -> list[tuple[Ticket, MirrorError]]:
         """Take out what must not wait any longer, each with the error to answer."""
@@ -104,17 +180,86 @@ class Dispatcher:
             failures += [(ticket, self._no_worker(ticket)) for ticket in self.withdraw_all()]
         return failures
 
+    def check_integrity(self) -> None:
+        """Raises `AssertionError` if what runs and what workers hold differ."""
+        self.roster.check_integrity()
+        lost = [name for name in self._running if self.roster.holder(name) is None]
+        if lost:
+            raise AssertionError(f"held by no worker: {lost}")
+
+    def _worker_for(self, name: str, pick: Pick) -> str | None:
+        """The worker that is to take a queue's next ticket now."""
+        ticket = pick.ticket
+        worker_id = self.roster.choose(
+            self._serving(name),
+            beyond_limit=ticket.is_vip or pick.is_entitled,
+            preferred=self._preferred_worker(ticket.request_id),
+        )
+        if worker_id is None:
+            return self._thief(name, pick)
+        return worker_id if self._is_due(worker_id, name, ticket) else None
+
+    def _is_due(self, worker_id: str, name: str, ticket: Ticket) -> bool:
+        if ticket.is_vip or not ticket.waits_for_batch or worker_id in self._filling:
+            return True
+        is_idle = not self.roster.held(worker_id)
+        queue = self._queues[name]
+        is_full = queue.is_full or len(queue) >= self.roster.credit(worker_id)
+        due_at = ticket.arrived_at + self._rules.batch_wait_s
+        if is_idle or is_full or self._clock() >= due_at:
+            self._filling.add(worker_id)
+            return True
+        self._due_at = min(self._due_at, due_at)
+        return False
+
+    def _thief(self, name: str, pick: Pick) -> str | None:
+        """A worker of a class with nothing to do, for what has waited long enough."""
+        rules = self._rules
+        # A stream is worth moving only as late as if its class were gone.
+        patience_s = rules.fallback_s if pick.ticket.is_resumed else rules.steal_after_s
+        due_at = pick.entry.queued_at + max(patience_s, rules.steal_after_s)
+        others = [other for other, queue in self._queues.items() if other != name and not queue]
+        worker_id = self.roster.choose(others)
+        if worker_id is None or self._clock() >= due_at:
+            return worker_id
+        self._due_at = min(self._due_at, due_at)
+        return None
+
+    def _assign(self, pick: Pick, queue: PriorityQueue, worker_id: str) -> Assignment:
+        ticket = pick.ticket
+        waited_s = queue.take(pick)
+        if ticket.is_vip:
+            self._freed.discard(ticket.device_class)
+        self.roster.give(ticket.request_id, worker_id)
+        self._running[ticket.request_id] = _Running(ticket, pick.is_entitled)
+        served_by = self.roster.class_of(worker_id)
+        is_other = served_by != ticket.device_class
+        is_stolen = is_other and self.roster.accepts(ticket.device_class)
+        return Assignment(ticket, worker_id, served_by, waited_s, is_stolen)
+
+    def _candidates(
+        self, classes: Sequence[str], tokens_left: Callable[[Ticket], int]
+    ) -> list[Candidate]:
+        found: list[Candidate] = []
+        for request_id in self.roster.running(classes):
+            running = self._running[request_id]
+            if not running.ticket.is_vip and not running.is_entitled:
+                found.append(Candidate(request_id, tokens_left(running.ticket)))
+        return found
+
     def _serving(self, device_class: str) -> Sequence[str]:
         if self.roster.accepts(device_class):
             return (device_class,)
-        is_gone = self.roster.absence_s(device_class) > self._fallback_s
+        is_gone = self.roster.absence_s(device_class) > self._rules.fallback_s
         return self.classes if is_gone else ()
 
     def _is_hopeless(self) -> bool:
-        return all(self.roster.absence_s(name) > self._worker_wait_s for name in self._queues)
+        worker_wait_s = self._rules.worker_wait_s
+        return all(self.roster.absence_s(name) > worker_wait_s for name in self._queues)
 
     def _no_worker(self, ticket: Ticket) -> NoWorker:
+        worker_wait_s = self._rules.worker_wait_s
         return NoWorker(
-            f"no worker for {ticket.device_class} has been there for {self._worker_wait_s:g} s",
-            retry_after_s=min(60.0, max(1.0, self._worker_wait_s / 2)),
+            f"no worker for {ticket.device_class} has been there for {worker_wait_s:g} s",
+            retry_after_s=min(60.0, max(1.0, worker_wait_s / 2)),
         )

@@ -1,177 +1,201 @@
 """The requests of one device class that wait for a worker.
 
-The order is a key function of the ticket, smallest first: `tier_then_arrival` puts VIP before
-standard and keeps each tier first in, first out. Another policy is another function.
+Which one is next:
+
+    1. a standard one that has waited nearly `max_wait_s`, the longest waiting first
+    2. while both tiers wait, a standard one each time that its share of the dispatches is due
+    3. VIP before standard
+
+Within a tier tenants share fairly (`fair_queue`), and within a tenant the next is the one that
+must be served soonest: by its own deadline, or `max_wait_s` after its arrival.
 """
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import math
-from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from mirror_sd.errors import QueueFull
+from mirror_sd.scheduler.drain_rate import DrainRate
+from mirror_sd.scheduler.fair_queue import Entry, FairQueue, OrderKey
+from mirror_sd.scheduler.ticket import TIERS, Ticket
 
-TIERS = ("vip", "standard")
-_RANK = {tier: rank for rank, tier in enumerate(TIERS)}
+_VIP, _STANDARD = TIERS
+# Of `max_wait_s`: a standard request goes before VIP a little early, so that it is served by then.
+_PROMOTED_AT = 0.8
+# Departures that must have been seen before a longer wait than `max_wait_s` is foreseen.
+_EVIDENCE = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Ticket:
-    """A request as the scheduler sees it; times are seconds of the injected clock.
+class QueueRules:
+    """`limit`: requests that may wait; VIP ones may wait in `vip_extra` of it besides."""
 
-    `arrived_at` is when the gateway received it: a request that is submitted again after a lost
-    worker keeps it, and so its place in the queue.
-    """
+    limit: int
+    vip_extra: float = 0.0
+    standard_share: float = 0.0
+    max_wait_s: float = math.inf
 
-    request_id: str
-    device_class: str
-    tier: str
-    tenant: str
-    arrived_at: float
-    deadline: float = math.inf
+    def limit_of(self, ticket: Ticket) -> int:
+        return self.limit + (math.ceil(self.limit * self.vip_extra) if ticket.is_vip else 0)
 
 
-OrderKey = Callable[[Ticket], tuple[float, ...]]
+@dataclass(frozen=True, slots=True)
+class Pick:
+    """The next ticket of a queue. `rank`: smaller goes first among queues, then by `key`.
+    `is_entitled`: it is its turn by share or by age, so it must not be displaced at once."""
 
+    entry: Entry
+    rank: int
+    is_entitled: bool
 
-def tier_then_arrival(ticket: Ticket) -> tuple[float, ...]:
-    """VIP first, then by arrival; an unknown tier ranks with the last one."""
-    return (_RANK.get(ticket.tier, len(TIERS) - 1), ticket.arrived_at)
+    @property
+    def ticket(self) -> Ticket:
+        return self.entry.ticket
 
-
-@dataclass(frozen=True, slots=True, order=True)
-class _Entry:
-    key: tuple[float, ...]
-    number: int
-    queued_at: float
-    ticket: Ticket
+    @property
+    def key(self) -> tuple[float, ...]:
+        return (self.rank, *self.entry.key)
 
 
 class PriorityQueue:
-    """A bounded heap; removal from the middle costs O(log n) amortised.
-
-    A removed entry stays in the heap as a dead one until it surfaces, or until dead entries
-    outnumber live ones and the heap is rebuilt.
-    """
-
     def __init__(
-        self, limit: int, clock: Callable[[], float], order: OrderKey = tier_then_arrival
+        self, rules: QueueRules, clock: Callable[[], float], order: OrderKey | None = None
     ) -> None:
-        self._limit = limit
+        self._rules = rules
         self._clock = clock
-        self._order = order
-        self._heap: list[_Entry] = []
-        self._live: dict[str, _Entry] = {}
-        self._depths: Counter[str] = Counter()
-        self._numbers = itertools.count()
+        self._tiers = {tier: FairQueue(order or self._due_at) for tier in TIERS}
         self._drain = DrainRate(clock)
+        # Of standard requests since there were last none.
+        self._backlog_drain = DrainRate(clock)
+        # The part of a dispatch that standard is owed.
+        self._owed = 0.0
 
     def __len__(self) -> int:
-        return len(self._live)
+        return sum(map(len, self._tiers.values()))
 
     def __contains__(self, request_id: str) -> bool:
-        return request_id in self._live
+        return any(request_id in tier for tier in self._tiers.values())
+
+    @property
+    def is_full(self) -> bool:
+        """Whether a standard request would be refused for want of room."""
+        return len(self) >= self._rules.limit
 
     def push(self, ticket: Ticket) -> None:
-        """Raises `QueueFull` at the limit and `ValueError` if the id is waiting already."""
-        if ticket.request_id in self._live:
+        """Raises `QueueFull` at the limit, or where a standard request would wait for more than
+        `max_wait_s`, but never for one that is resumed; `ValueError` if the id is waiting."""
+        if ticket.request_id in self:
             raise ValueError(f"{ticket.request_id} is waiting already")
-        if len(self._live) >= self._limit:
-            raise QueueFull(
-                f"the {ticket.device_class} queue is full ({self._limit} requests wait)",
-                retry_after_s=self._drain.seconds_for(len(self._live)),
-            )
-        entry = _Entry(self._order(ticket), next(self._numbers), self._clock(), ticket)
-        self._live[ticket.request_id] = entry
-        self._depths[ticket.tier] += 1
-        heapq.heappush(self._heap, entry)
+        if not ticket.is_resumed:
+            self._check_room(ticket)
+        self._tier(ticket).push(ticket, self._clock())
 
-    def head_key(self) -> tuple[float, ...] | None:
-        """The order key of the next ticket; None when nothing waits."""
-        self._drop_dead_head()
-        return self._heap[0].key if self._heap else None
+    def pick(self, *, vip_first: bool = False) -> Pick | None:
+        """The next ticket; None when nothing waits. It is not taken out. `vip_first`: a VIP if
+        there is one, whoever's turn it is."""
+        vip, standard = self._tiers[_VIP].head(), self._tiers[_STANDARD].head()
+        if vip is not None and vip_first:
+            return Pick(vip, 1, is_entitled=False)
+        oldest = self._tiers[_STANDARD].oldest()
+        if oldest is not None and self._is_overdue(oldest):
+            return Pick(oldest, 0, is_entitled=True)
+        if standard is None:
+            return None if vip is None else Pick(vip, 1, is_entitled=False)
+        if vip is None:
+            return Pick(standard, 2, is_entitled=False)
+        if self._owed + self._rules.standard_share >= 1.0:
+            return Pick(standard, 1, is_entitled=True)
+        return Pick(vip, 1, is_entitled=False)
+
+    def take(self, pick: Pick) -> float:
+        """Take out what `pick` gave, to be served; the seconds it waited."""
+        ticket = pick.ticket
+        if all(self._tiers.values()):
+            served = 0.0 if ticket.is_vip else 1.0
+            self._owed = min(1.0, max(0.0, self._owed + self._rules.standard_share - served))
+        self._tier(ticket).take(pick.entry)
+        self._drain.record()
+        if not self._tiers[_STANDARD]:
+            self._backlog_drain.forget()
+        elif not ticket.is_vip:
+            self._backlog_drain.record()
+        return self._clock() - pick.entry.queued_at
 
     def pop(self) -> tuple[Ticket, float]:
         """The next ticket and the seconds it waited; raises `IndexError` when nothing waits."""
-        self._drop_dead_head()
-        entry = heapq.heappop(self._heap)
-        self._forget(entry)
-        self._drain.record()
-        return entry.ticket, self._clock() - entry.queued_at
+        pick = self.pick()
+        if pick is None:
+            raise IndexError("nothing waits")
+        return pick.ticket, self.take(pick)
 
     def remove(self, request_id: str) -> Ticket | None:
         """Take a ticket out of the queue; None if it does not wait here."""
-        entry = self._live.get(request_id)
-        if entry is None:
-            return None
-        self._forget(entry)
-        if len(self._heap) > 2 * len(self._live) + 8:
-            self._heap = list(self._live.values())
-            heapq.heapify(self._heap)
-        return entry.ticket
+        for tier in self._tiers.values():
+            entry = tier.remove(request_id)
+            if entry is not None:
+                return entry.ticket
+        return None
+
+    def replace(self, ticket: Ticket) -> bool:
+        """Change a waiting ticket, which keeps its age; False if it does not wait here."""
+        for tier in self._tiers.values():
+            entry = tier.remove(ticket.request_id)
+            if entry is not None:
+                self._tier(ticket).push(ticket, entry.queued_at)
+                return True
+        return False
 
     def expired(self) -> list[Ticket]:
         """Take out and return the tickets whose deadline has passed."""
         now = self._clock()
-        late = [entry.ticket for entry in self._live.values() if entry.ticket.deadline <= now]
+        late = [entry.ticket for entry in self if entry.ticket.deadline <= now]
         for ticket in late:
             self.remove(ticket.request_id)
         return late
 
     def clear(self) -> list[Ticket]:
-        """Take out and return everything, in order."""
-        tickets = [entry.ticket for entry in sorted(self._live.values())]
-        self._heap.clear()
-        self._live.clear()
-        self._depths.clear()
-        return tickets
+        """Take out and return everything."""
+        return [entry.ticket for tier in self._tiers.values() for entry in tier.clear()]
+
+    def __iter__(self) -> Iterator[Entry]:
+        for tier in self._tiers.values():
+            yield from tier
 
     def depth(self, tier: str) -> int:
-        return self._depths[tier]
+        return len(self._tiers[tier])
 
-    def oldest_age_s(self) -> float:
+    def oldest_age_s(self, tier: str | None = None) -> float:
         """Seconds the longest-waiting ticket has waited; 0 when nothing waits."""
-        # Entries are inserted in time order, so the first one left is the oldest.
-        first = next(iter(self._live.values()), None)
-        return 0.0 if first is None else self._clock() - first.queued_at
+        tiers = self._tiers.values() if tier is None else (self._tiers[tier],)
+        waiting = [entry.queued_at for queue in tiers if (entry := queue.oldest()) is not None]
+        return self._clock() - min(waiting) if waiting else 0.0
 
-    def _forget(self, entry: _Entry) -> None:
-        del self._live[entry.ticket.request_id]
-        self._depths[entry.ticket.tier] -= 1
+    def _tier(self, ticket: Ticket) -> FairQueue:
+        return self._tiers[_VIP if ticket.is_vip else _STANDARD]
 
-    def _drop_dead_head(self) -> None:
-        while self._heap:
-            head = self._heap[0]
-            if self._live.get(head.ticket.request_id) is head:
-                return
-            heapq.heappop(self._heap)
+    def _due_at(self, ticket: Ticket) -> tuple[float, ...]:
+        return (min(ticket.deadline, ticket.arrived_at + min(self._rules.max_wait_s, 1e9)),)
 
+    def _is_overdue(self, entry: Entry) -> bool:
+        return self._clock() - entry.queued_at >= self._rules.max_wait_s * _PROMOTED_AT
 
-class DrainRate:
-    """How fast a queue empties, from its last departures within a minute."""
+    def _check_room(self, ticket: Ticket) -> None:
+        if len(self) >= self._rules.limit_of(ticket):
+            raise QueueFull(
+                f"the {ticket.device_class} queue is full ({len(self)} requests wait)",
+                retry_after_s=self._drain.seconds_for(len(self)),
+            )
+        if not ticket.is_vip:
+            self._check_foreseen_wait(ticket)
 
-    WINDOW_S = 60.0
-    SAMPLES = 128
-    BOUNDS_S = (1.0, 60.0)
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._departures: deque[float] = deque(maxlen=self.SAMPLES)
-
-    def record(self) -> None:
-        self._departures.append(self._clock())
-
-    def seconds_for(self, requests: int) -> float:
-        """Seconds until that many have left, within `BOUNDS_S`; the upper bound if none did."""
-        shortest, longest = self.BOUNDS_S
-        now = self._clock()
-        while self._departures and now - self._departures[0] > self.WINDOW_S:
-            self._departures.popleft()
-        if not self._departures:
-            return longest
-        span = max(now - self._departures[0], 1e-3)
-        return min(longest, max(shortest, requests * span / len(self._departures)))
+    def _check_foreseen_wait(self, ticket: Ticket) -> None:
+        ahead = len(self._tiers[_STANDARD])
+        wait_s = self._backlog_drain.wait_s(ahead, _EVIDENCE)
+        if wait_s is not None and wait_s > self._rules.max_wait_s:
+            raise QueueFull(
+                f"a standard request would wait for {wait_s:.0f} s for {ticket.device_class}, "
+                f"longer than the {self._rules.max_wait_s:g} s that are allowed",
+                retry_after_s=min(60.0, max(1.0, wait_s - self._rules.max_wait_s)),
+            )

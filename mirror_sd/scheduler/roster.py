@@ -6,25 +6,34 @@ import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+# How much busier, as a share of its slots, a worker may be that has a request's prefix cached.
+_PREFERENCE = 0.25
+
 
 @dataclass(slots=True)
 class _Seat:
     worker_id: str
     device_class: str
     slots: int
+    limit: int
     joined: int
     draining: bool = False
     last_given: int = 0
     requests: set[str] = field(default_factory=set)
 
+    def credit(self, *, beyond_limit: bool = False) -> int:
+        if self.draining:
+            return 0
+        return (self.slots if beyond_limit else self.limit) - len(self.requests)
+
     @property
-    def credit(self) -> int:
-        return 0 if self.draining else self.slots - len(self.requests)
+    def load(self) -> float:
+        return len(self.requests) / self.slots
 
 
 class Roster:
-    """Credit is slots minus requests held: what a worker's socket buffers could not be reordered,
-    so nothing is sent to it beyond what it runs.
+    """Credit is the batch limit, or for a VIP the slots, minus requests held: what a worker's
+    socket buffers could not be reordered, so nothing is sent to it beyond what it runs.
 
     Absence is the time since a class last had a worker that takes requests, counted from
     construction for a class in `expected` and endless for any other.
@@ -41,7 +50,8 @@ class Roster:
         """Raises `ValueError` for a worker that is there already or has no slot."""
         if worker_id in self._seats or slots < 1:
             raise ValueError(f"worker {worker_id} with {slots} slots cannot join")
-        self._seats[worker_id] = _Seat(worker_id, device_class, slots, next(self._numbers))
+        number = next(self._numbers)
+        self._seats[worker_id] = _Seat(worker_id, device_class, slots, slots, number)
         self._absent_since.pop(device_class, None)
 
     def leave(self, worker_id: str) -> list[str]:
@@ -61,24 +71,48 @@ class Roster:
             seat.draining = True
             self._note_absence(seat.device_class)
 
-    def choose(self, classes: Iterable[str]) -> str | None:
-        """The least loaded worker of the classes that has credit, by share of its slots taken;
-        among equals the one that was given nothing for longest."""
+    def set_limit(self, worker_id: str, limit: int) -> None:
+        """Give the worker at most so many requests, VIP ones apart; what it holds stays."""
+        seat = self._seats[worker_id]
+        seat.limit = max(1, min(limit, seat.slots))
+
+    def choose(
+        self,
+        classes: Iterable[str],
+        *,
+        beyond_limit: bool = False,
+        preferred: str | None = None,
+    ) -> str | None:
+        """A worker of the classes that has credit: the preferred one unless it is much busier
+        than the least loaded by share of its slots taken, which is the next choice; among equals
+        the one that was given nothing for longest."""
         wanted = set(classes)
-        free = [s for s in self._seats.values() if s.device_class in wanted and s.credit > 0]
+        free = [
+            seat
+            for seat in self._seats.values()
+            if seat.device_class in wanted and seat.credit(beyond_limit=beyond_limit) > 0
+        ]
         if not free:
             return None
-        best = min(free, key=lambda s: (len(s.requests) / s.slots, s.last_given, s.joined))
+        best = min(free, key=lambda s: (s.load, s.last_given, s.joined))
+        for seat in free:
+            if seat.worker_id == preferred and seat.load <= best.load + _PREFERENCE:
+                return preferred
         return best.worker_id
 
     def give(self, request_id: str, worker_id: str) -> None:
-        """Raises `ValueError` without credit, or if a worker holds the request already."""
+        """Raises `ValueError` without a free slot, or if a worker holds the request already."""
         seat = self._seats.get(worker_id)
-        if seat is None or seat.credit < 1 or request_id in self._holder:
+        has_slot = seat is not None and seat.credit(beyond_limit=True) > 0
+        if seat is None or not has_slot or request_id in self._holder:
             raise ValueError(f"{worker_id} cannot take {request_id}")
         seat.requests.add(request_id)
         seat.last_given = next(self._numbers)
         self._holder[request_id] = worker_id
+
+    def credit(self, worker_id: str) -> int:
+        """Requests that the worker may be given besides those it holds."""
+        return max(0, self._seats[worker_id].credit())
 
     def release(self, request_id: str) -> str | None:
         """The request is over; the worker that held it, None if none did."""
@@ -96,6 +130,16 @@ class Roster:
     def held(self, worker_id: str) -> int:
         """Requests that the worker holds."""
         return len(self._seats[worker_id].requests)
+
+    def running(self, classes: Iterable[str]) -> list[str]:
+        """The requests that workers of the classes hold, draining ones apart."""
+        wanted = set(classes)
+        seats = [s for s in self._seats.values() if s.device_class in wanted and not s.draining]
+        return [request_id for seat in seats for request_id in seat.requests]
+
+    def limits(self, device_class: str) -> int:
+        """Sum of the batch limits of the class's workers."""
+        return sum(s.limit for s in self._seats.values() if s.device_class == device_class)
 
     def in_flight(self, device_class: str) -> int:
         return sum(len(s.requests) for s in self._seats.values() if s.device_class == device_class)

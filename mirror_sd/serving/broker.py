@@ -92,7 +92,8 @@ class Broker:
 
     def run_once(self) -> None:
         """Wait for frames, a death or the next tick, and act on it."""
-        wait_ms = max(1, math.ceil((self._next_tick - self._clock()) * 1e3))
+        next_at = min(self._next_tick, self._switchboard.due_at)
+        wait_ms = max(1, math.ceil((next_at - self._clock()) * 1e3))
         ready = {source for source, _ in self._poller.poll(wait_ms)}
         for side, socket in self._sockets.items():
             if socket in ready:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from mirror_sd.errors import CapacityError, InvalidRequest, NoWorker
 from mirror_sd.messages import Cancel, FromGateway, Ping, Pong, Stats, StatsRequest, Submit
-from mirror_sd.scheduler.priority_queue import TIERS, Ticket
+from mirror_sd.scheduler.ticket import TIERS, Ticket
 from mirror_sd.serving.outbox import Outbox
 from mirror_sd.serving.peers import Gateway
 from mirror_sd.serving.request_book import RequestBook
@@ -110,7 +110,7 @@ class GatewayDesk:
                 raise InvalidRequest(f"request id {request_id} is in use by another gateway")
             if self.is_closed:
                 raise NoWorker("the server is shutting down")
-            self._book.open(identity, self._ticket(submit), frame)
+            self._book.open(identity, submit, self._ticket(submit), frame)
         except (InvalidRequest, CapacityError) as error:
             _log.warning("%s: refused: %s", request_id, error)
             self._outbox.fail(identity, request_id, error)
@@ -126,4 +126,15 @@ class GatewayDesk:
             tenant=submit.tenant,
             arrived_at=arrived_at,
             deadline=math.inf if math.isnan(timeout_s) else arrived_at + timeout_s,
+            cost=_cost(submit),
+            tokens_left=submit.params.max_tokens - len(submit.delivered),
+            is_resumed=bool(submit.delivered) or self._book.is_returning(submit.request_id),
+            waits_for_batch=submit.degrade_level == 0,
         )
+
+
+def _cost(submit: Submit) -> float:
+    """The work that it asks for, about, in decoding steps: a step reads many prompt tokens. A
+    `max_tokens` that fills the context is hardly meant."""
+    wanted = submit.params.max_tokens - len(submit.delivered)
+    return 1.0 + len(submit.prompt) / 16 + max(0, min(wanted, 512))

@@ -37,7 +37,13 @@ class Outbox:
         self.post(side, identity, messages.encode(message))
 
     def fail(
-        self, gateway: bytes, request_id: str, error: MirrorError, *, is_retryable: bool = False
+        self,
+        gateway: bytes,
+        request_id: str,
+        error: MirrorError,
+        *,
+        is_retryable: bool = False,
+        is_displaced: bool = False,
     ) -> None:
         """Tell a gateway that its request ended with `error`."""
         failed = Failed(
@@ -47,5 +53,6 @@ class Outbox:
             param=error.param,
             retry_after_s=error.retry_after_s,
             retryable=is_retryable,
+            displaced=is_displaced,
         )
         self.send("gateway", gateway, failed)

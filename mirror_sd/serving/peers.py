@@ -1,10 +1,13 @@
-"""What the broker knows of each gateway, worker and live request."""
+"""What the broker knows of each gateway, worker and live generation."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mirror_sd.messages import Heartbeat, Register, WorkerStats
+from mirror_sd.scheduler.batch_limit import BatchLimit, Interval
+from mirror_sd.scheduler.minhash_merger import Answer
+from mirror_sd.scheduler.ticket import Ticket
 
 
 @dataclass(slots=True)
@@ -19,11 +22,41 @@ class Gateway:
 
 
 @dataclass(slots=True)
-class Request:
-    """A live request; `frame` is its submit, kept until a worker has it, then empty."""
+class Member:
+    """A request that a generation answers."""
 
     gateway: bytes
+    prompt_tokens: int
+
+
+@dataclass(slots=True)
+class Generation:
+    """What one worker makes, for one request or for several that were merged.
+
+    `name` is its id on the worker's side and that of the request that began it. `leader` is the
+    gateway of that request, None when it has left while others stay. `frame` is its submit, kept
+    until a worker has it, then empty. `answer`: what the merger knows it by; `source`: where its
+    drafts come from. `made`: the tokens seen of it, those delivered before it began apart.
+    """
+
+    name: str
+    ticket: Ticket
     frame: bytes
+    leader: bytes | None
+    delivered: int
+    answer: Answer | None = None
+    source: Answer | None = None
+    followers: dict[str, Member] = field(default_factory=dict)
+    made: int = 0
+
+    @property
+    def tokens_left(self) -> int:
+        return self.ticket.tokens_left - self.made
+
+    def members(self) -> list[tuple[str, bytes]]:
+        """The requests and their gateways."""
+        leader = [] if self.leader is None else [(self.name, self.leader)]
+        return leader + [(name, member.gateway) for name, member in self.followers.items()]
 
 
 @dataclass(slots=True)
@@ -34,7 +67,9 @@ class Worker:
     register: Register
     heard_at: float
     progressed_at: float
+    batch: BatchLimit
     load: Heartbeat | None = None
+    beaten_at: float = 0.0
 
     @property
     def worker_id(self) -> str:
@@ -45,9 +80,16 @@ class Worker:
         return self.load is not None and self.load.draining
 
     def beat(self, heartbeat: Heartbeat, now: float) -> None:
-        if self.load is None or heartbeat.steps != self.load.steps:
+        last = self.load
+        if last is None or heartbeat.steps != last.steps:
             self.progressed_at = now
+        if last is not None and now > self.beaten_at:
+            # Of a sequence that came or went in between, half its time is counted.
+            running = max(1, (heartbeat.running + last.running + 1) // 2)
+            made = heartbeat.tokens - last.tokens
+            self.batch.observe(Interval(running, made, now - self.beaten_at))
         self.load = heartbeat
+        self.beaten_at = now
 
     def stalled_s(self, in_flight: int, now: float) -> float:
         """Seconds without progress; 0 while it has nothing to do."""
@@ -72,4 +114,7 @@ class Worker:
             silent_s=max(0.0, now - self.heard_at),
             stalled_s=self.stalled_s(in_flight, now),
             draining=self.is_draining,
+            emulated=self.register.emulated,
+            tokens=load.tokens if load else 0,
+            health=load.health if load else None,
         )

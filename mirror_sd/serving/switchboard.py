@@ -19,12 +19,14 @@ from collections.abc import Callable
 from typing import get_args
 
 from mirror_sd import messages, telemetry
-from mirror_sd.config import Config, DeviceClass
+from mirror_sd.config import Config, DeviceClass, SchedulerConfig
 from mirror_sd.errors import NoWorker, ProtocolError
-from mirror_sd.messages import Cancel, Ping, Stats, StatsRequest, Submit
-from mirror_sd.scheduler.dispatcher import Dispatcher
-from mirror_sd.scheduler.priority_queue import TIERS
+from mirror_sd.messages import Cancel, Ping, QueueStats, Stats, StatsRequest, Submit
+from mirror_sd.scheduler.dispatcher import Dispatcher, DispatchRules
+from mirror_sd.scheduler.priority_queue import QueueRules
+from mirror_sd.scheduler.ticket import TIERS
 from mirror_sd.serving.gateway_desk import GatewayDesk
+from mirror_sd.serving.merging import Merging
 from mirror_sd.serving.outbox import Outbox, Side
 from mirror_sd.serving.request_book import RequestBook
 from mirror_sd.serving.worker_desk import WorkerDesk
@@ -57,11 +59,12 @@ class Switchboard:
             classes,
             config.pools,
             clock=clock,
-            max_queue=config.scheduler.max_queue,
-            fallback_s=broker.fallback_s,
-            worker_wait_s=broker.worker_wait_s,
+            queue_rules=_queue_rules(config.scheduler),
+            rules=_dispatch_rules(config),
+            preferred_worker=lambda name: self._book.preferred_worker(name),
         )
-        self._book = RequestBook(self._dispatcher, self.outbox)
+        self._merging = Merging(config, self.outbox, clock)
+        self._book = RequestBook(self._dispatcher, self.outbox, self._merging, clock)
         self._gateways = GatewayDesk(
             self._book,
             self.outbox,
@@ -80,8 +83,14 @@ class Switchboard:
             classes=classes,
             patience_s=self._patience_s,
             stall_s=broker.stall_s,
+            scheduler=config.scheduler,
             clock=clock,
         )
+
+    @property
+    def due_at(self) -> float:
+        """When `dispatch` will find more to do, if nothing happens until then."""
+        return self._dispatcher.due_at
 
     @property
     def is_idle(self) -> bool:
@@ -126,9 +135,12 @@ class Switchboard:
             self._gateways.lose(identity, reason)
 
     def dispatch(self) -> None:
-        """Send waiting requests to workers while any has credit."""
-        while (assignment := self._book.next_assignment()) is not None:
-            self._workers.note_assignment(assignment.worker_id)
+        """Send waiting requests to workers while any has credit, or must make room."""
+        while True:
+            while (assignment := self._book.next_assignment()) is not None:
+                self._workers.note_assignment(assignment.worker_id)
+            if not self._book.displace_one():
+                return
 
     def tick(self) -> None:
         """Call a few times a heartbeat."""
@@ -140,7 +152,7 @@ class Switchboard:
         self._ticked_at = now
         self._workers.tick()
         self._gateways.tick()
-        self._book.fail_overdue()
+        self._book.tick()
         self._set_gauges()
 
     def start_drain(self) -> None:
@@ -164,15 +176,26 @@ class Switchboard:
             oldest_wait_s=max(queue.oldest_age_s() for queue in queues),
             workers=self._workers.stats(),
             gateways=tuple(self._gateways.pids()),
+            queues=tuple(
+                QueueStats(
+                    device_class=name,
+                    tier=tier,
+                    depth=self._dispatcher.queue(name).depth(tier),
+                    oldest_wait_s=self._dispatcher.queue(name).oldest_age_s(tier),
+                )
+                for name in self._dispatcher.classes
+                for tier in TIERS
+            ),
         )
 
     def check_integrity(self) -> None:
         """Raises `AssertionError` if the book, the queues and the roster disagree."""
-        self._dispatcher.roster.check_integrity()
+        self._dispatcher.check_integrity()
+        self._book.check_integrity()
         in_flight = sum(self._dispatcher.roster.in_flight(n) for n in self._dispatcher.classes)
         if len(self._book) != self._dispatcher.waiting + in_flight:
             raise AssertionError(
-                f"{len(self._book)} requests, but {self._dispatcher.waiting} wait"
+                f"{len(self._book)} generations, but {self._dispatcher.waiting} wait"
                 f" and {in_flight} run"
             )
 
@@ -185,3 +208,25 @@ class Switchboard:
             telemetry.QUEUE_AGE.labels(name).set(queue.oldest_age_s())
             telemetry.IN_FLIGHT.labels(name).set(roster.in_flight(name))
             telemetry.WORKERS.labels(name).set(roster.workers(name))
+            telemetry.BATCH_LIMIT.labels(name).set(roster.limits(name))
+        telemetry.DRAFT_SOURCES.set(self._merging.draft_sources)
+
+
+def _queue_rules(scheduler: SchedulerConfig) -> QueueRules:
+    return QueueRules(
+        limit=scheduler.max_queue,
+        vip_extra=scheduler.vip_queue_extra,
+        standard_share=scheduler.standard_share,
+        max_wait_s=scheduler.max_wait_s,
+    )
+
+
+def _dispatch_rules(config: Config) -> DispatchRules:
+    scheduler, broker = config.scheduler, config.broker
+    return DispatchRules(
+        fallback_s=broker.fallback_s,
+        worker_wait_s=broker.worker_wait_s,
+        batch_wait_s=scheduler.timeout_ms / 1e3,
+        steal_after_s=scheduler.steal_after_ms / 1e3,
+        preemption=scheduler.preemption,
+    )

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from mirror_sd import messages, telemetry
-from mirror_sd.errors import NoWorker, ProtocolError
+from mirror_sd.config import SchedulerConfig
+from mirror_sd.errors import ProtocolError
 from mirror_sd.messages import (
     Cancel,
     ChunkHead,
@@ -30,10 +31,11 @@ from mirror_sd.messages import (
     Welcome,
     WorkerStats,
 )
+from mirror_sd.scheduler.batch_limit import BatchLimit
 from mirror_sd.scheduler.roster import Roster
 from mirror_sd.serving.outbox import Outbox
 from mirror_sd.serving.peers import Worker
-from mirror_sd.serving.request_book import RequestBook
+from mirror_sd.serving.request_book import RequestBook, Shares
 
 _log = logging.getLogger(__name__)
 
@@ -53,6 +55,7 @@ class WorkerDesk:
         classes: tuple[str, ...],
         patience_s: float,
         stall_s: float,
+        scheduler: SchedulerConfig,
         clock: Callable[[], float],
     ) -> None:
         self._book = book
@@ -62,6 +65,8 @@ class WorkerDesk:
         self._classes = classes
         self._patience_s = patience_s
         self._stall_s = stall_s
+        self._is_batch_adaptive = scheduler.adaptive_batch
+        self._target_inter_token_s = scheduler.target_inter_token_ms / 1e3
         self._clock = clock
         self._workers: dict[bytes, Worker] = {}
         self._resets: dict[bytes, float] = {}
@@ -91,14 +96,16 @@ class WorkerDesk:
         match message:
             case Heartbeat():
                 worker.beat(message, worker.heard_at)
+                if self._is_batch_adaptive:
+                    self._roster.set_limit(worker.worker_id, worker.batch.limit)
                 if message.draining:
                     self._roster.drain(worker.worker_id)
             case OutputsHead():
-                self._forward_all(worker, message)
+                # All heads are read before the first is acted on: one that is bad changes nothing.
+                heads = messages.heads_of(message)
+                self._post(self._share(worker, heads, message.items))
             case ChunkHead() | Finished() | Failed():
-                gateway = self._forward(worker, message)
-                if gateway is not None:
-                    self._outbox.post("gateway", gateway, frame)
+                self._post(self._share(worker, [message], [messages.output_in(frame)]))
 
     def start_drain(self) -> None:
         """Tell all, and those that join from now on, to take nothing new."""
@@ -129,7 +136,7 @@ class WorkerDesk:
             _log.info("%s: its worker %s was lost", request_id, worker.worker_id)
             # Should it live on, it must not go on with what another will be given.
             self._outbox.send("worker", identity, Cancel(request_id=request_id))
-            self._book.fail(request_id, NoWorker("the worker was lost"), is_retryable=True)
+            self._book.lose(request_id)
 
     def process_died(self, pid: int) -> None:
         for worker in [w for w in self._workers.values() if w.register.pid == pid]:
@@ -163,7 +170,8 @@ class WorkerDesk:
         for other in [w for w in self._workers.values() if w.register.pid == message.pid > 0]:
             self.lose(other.identity, f"its process is now {message.worker_id}")
         now = self._clock()
-        worker = self._workers[identity] = Worker(identity, message, now, now)
+        batch = BatchLimit(message.slots, self._target_inter_token_s)
+        worker = self._workers[identity] = Worker(identity, message, now, now, batch)
         self._roster.join(message.worker_id, message.device_class, message.slots)
         _log.info("worker %s joined: %s", message.worker_id, message)
         self._outbox.send("worker", identity, Welcome(instance=self._instance))
@@ -182,30 +190,25 @@ class WorkerDesk:
             self._resets[identity] = now
             self._outbox.send("worker", identity, Reset())
 
-    def _forward_all(self, worker: Worker, outputs: OutputsHead) -> None:
-        """To each gateway its own, in one frame; their payloads are copied, never read."""
-        shares: dict[bytes, list[msgspec.Raw]] = {}
-        for head, item in zip(messages.heads_of(outputs), outputs.items, strict=True):
-            gateway = self._forward(worker, head)
-            if gateway is not None:
-                shares.setdefault(gateway, []).append(item)
+    def _share(
+        self, worker: Worker, heads: Sequence[OutputHead], items: Sequence[msgspec.Raw]
+    ) -> Shares:
+        """What goes to each gateway; payloads that one request alone waits for are copied, never
+        read."""
+        shares: Shares = {}
+        worker.progressed_at = worker.heard_at
+        for head, item in zip(heads, items, strict=True):
+            name = head.request_id
+            generation = self._book.generation(name)
+            if generation is None or self._roster.holder(name) != worker.worker_id:
+                if isinstance(head, ChunkHead):
+                    self._outbox.send("worker", worker.identity, Cancel(request_id=name))
+                continue
+            self._book.deliver(generation, head, item, shares)
+            if isinstance(head, Failed):
+                _log.warning("%s: failed on %s: %s", name, worker.worker_id, head.message)
+        return shares
+
+    def _post(self, shares: Shares) -> None:
         for gateway, items in shares.items():
             self._outbox.post("gateway", gateway, messages.join(items))
-
-    def _forward(self, worker: Worker, message: OutputHead) -> bytes | None:
-        """The gateway that an output is for, if it still wants it; the last one of a request ends
-        it here."""
-        request_id = message.request_id
-        worker.progressed_at = worker.heard_at
-        gateway = self._book.owner(request_id)
-        is_its_own = self._roster.holder(request_id) == worker.worker_id
-        if gateway is None or not is_its_own:
-            if isinstance(message, ChunkHead):
-                self._outbox.send("worker", worker.identity, Cancel(request_id=request_id))
-            return None
-        if not isinstance(message, ChunkHead):
-            self._book.close(request_id)
-            if isinstance(message, Failed):
-                reason = message.message
-                _log.warning("%s: failed on %s: %s", request_id, worker.worker_id, reason)
-        return gateway

@@ -10,17 +10,27 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from mirror_sd.errors import DeadlineExceeded, NoWorker
-from mirror_sd.scheduler.dispatcher import Dispatcher
-from mirror_sd.scheduler.priority_queue import Ticket
+from mirror_sd.scheduler.dispatcher import Dispatcher, DispatchRules
+from mirror_sd.scheduler.priority_queue import QueueRules
 from mirror_sd.scheduler.roster import Roster
+from mirror_sd.scheduler.ticket import Ticket
 from tests.unit.scheduler.test_priority_queue import Clock
 
 CLASSES = ("cpu", "gpu", "tpu")
 
 
-def make_dispatcher(clock: Clock, expected: tuple[str, ...] = ("cpu", "gpu")) -> Dispatcher:
+def make_dispatcher(
+    clock: Clock,
+    expected: tuple[str, ...] = ("cpu", "gpu"),
+    queue: QueueRules | None = None,
+    **rules: Any,
+) -> Dispatcher:
     return Dispatcher(
-        CLASSES, expected, clock=clock, max_queue=100, fallback_s=3.0, worker_wait_s=30.0
+        CLASSES,
+        expected,
+        clock=clock,
+        queue_rules=queue or QueueRules(limit=100),
+        rules=DispatchRules(**{"fallback_s": 3.0, "worker_wait_s": 30.0, **rules}),
     )
 
 
@@ -41,7 +51,7 @@ def test_no_worker_gets_more_than_its_slots() -> None:
     for i in range(5):
         dispatcher.enqueue(ticket(f"r{i}"))
     assert assignments(dispatcher) == [("r0", "w0"), ("r1", "w0")]
-    assert dispatcher.roster.release("r0") == "w0"
+    assert dispatcher.release("r0") == "w0"
     assert assignments(dispatcher) == [("r2", "w0")]
     assert dispatcher.waiting == 2
 
@@ -64,7 +74,7 @@ def test_equal_workers_take_turns() -> None:
     for i in range(6):
         dispatcher.enqueue(ticket(f"r{i}"))
         order += [worker_id for _, worker_id in assignments(dispatcher)]
-        dispatcher.roster.release(f"r{i}")
+        dispatcher.release(f"r{i}")
     assert order == ["w0", "w1", "w2", "w0", "w1", "w2"]
 
 
@@ -228,7 +238,7 @@ class DispatcherMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def finish(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(sorted(self.running)))
-        assert self.dispatcher.roster.release(name) == self.running.pop(name)
+        assert self.dispatcher.release(name) == self.running.pop(name)
 
     @precondition(lambda self: self.waiting)
     @rule(data=st.data())

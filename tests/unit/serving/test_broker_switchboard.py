@@ -37,14 +37,16 @@ Sent = list[tuple[bytes, AnyMessage]]
 
 
 class Desk:
-    """A switchboard, with its outbox read as messages. Heartbeats are of 1 s, three may miss."""
+    """A switchboard, with its outbox read as messages. Heartbeats are of 1 s, three may miss;
+    batches are not waited for unless `scheduler` says so."""
 
-    def __init__(self, **sections: object) -> None:
+    def __init__(self, scheduler: dict[str, object] | None = None, **sections: object) -> None:
         self.clock = Clock()
         config = Config.model_validate(
             {
                 "broker": {"heartbeat_ms": 1000, "stall_s": 10.0, "worker_wait_s": 20.0},
                 "pools": {"cpu": {}, "gpu": {}},
+                "scheduler": {"timeout_ms": 0, **(scheduler or {})},
                 **sections,
             }
         )

@@ -1,0 +1,94 @@
+"""How many sequences a worker is given at once, from what it makes of them.
+
+The limit begins at the worker's slots. Where the time between tokens breaks its target the limit
+shrinks by a quarter, and where the target holds and the limit is in use it grows by a sixteenth of
+the slots: additive increase, multiplicative decrease. Both are tried, not trusted: growth that
+brings no more tokens a second, and shrinking that makes none come sooner (a device whose step
+costs the same whatever its batch), are undone and not tried again for a while.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_SHRINK = 0.75
+_GROWTHS = 16
+# Relative change below which a trial has brought nothing.
+_GAIN = 0.02
+_RELIEF = 0.05
+# Intervals that must pass before what a change does can be seen, and after one was undone.
+_SETTLE = 2
+_REST_S = 15.0
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """What a worker did between two heartbeats: `running` sequences, `tokens` in `seconds`."""
+
+    running: int
+    tokens: int
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.seconds
+
+    @property
+    def inter_token_s(self) -> float:
+        """Of one sequence, on average."""
+        return self.seconds * self.running / self.tokens
+
+
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """A change of the limit, to be judged by what was before."""
+
+    limit: int
+    before: Interval
+
+
+class BatchLimit:
+    """`limit` is between 1 and `slots`."""
+
+    def __init__(self, slots: int, target_s: float) -> None:
+        self.limit = slots
+        self._slots = slots
+        self._target_s = target_s
+        self._trial: _Trial | None = None
+        self._seen = 0
+        self._rest_s = 0.0
+
+    def observe(self, interval: Interval) -> None:
+        """Take note of an interval; one without tokens says nothing."""
+        if interval.tokens < 1 or interval.running < 1 or interval.seconds <= 0:
+            return
+        self._rest_s = max(0.0, self._rest_s - interval.seconds)
+        if self._trial is not None:
+            self._judge(self._trial, interval)
+        elif interval.running > 1 and interval.inter_token_s > self._target_s:
+            self._try(int(min(self.limit, interval.running) * _SHRINK), interval)
+        elif interval.running >= self.limit:
+            self._try(self.limit + max(1, self._slots // _GROWTHS), interval)
+
+    def _try(self, limit: int, interval: Interval) -> None:
+        limit = max(1, min(self._slots, limit))
+        if limit != self.limit and not self._rest_s:
+            self._trial = _Trial(self.limit, interval)
+            self.limit = limit
+            self._seen = 0
+
+    def _judge(self, trial: _Trial, now: Interval) -> None:
+        self._seen += 1
+        if self._seen <= _SETTLE:
+            return
+        if self.limit > trial.limit:
+            pays = now.rate > trial.before.rate * (1 + _GAIN)
+            # It may be that too little waits to fill the new limit: then nothing was tried.
+            is_filled = now.running > trial.limit
+            is_undone = is_filled and not (pays and now.inter_token_s <= self._target_s)
+        else:
+            is_undone = now.inter_token_s > trial.before.inter_token_s * (1 - _RELIEF)
+        self._trial = None
+        if is_undone:
+            self.limit = trial.limit
+            self._rest_s = _REST_S

@@ -1,0 +1,145 @@
+"""Tickets of one tier, shared fairly between tenants.
+
+Start-time fair queueing (Goyal, Vin, Cheng, 1996): each tenant has a virtual time that its served
+cost moves on, and the one furthest behind is next. A tenant that was idle starts at the time of
+the one served last, so that idling saves nothing up. Within a tenant `order` decides, smallest
+first, then the order of pushes.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from mirror_sd.scheduler.ticket import Ticket
+
+OrderKey = Callable[[Ticket], tuple[float, ...]]
+
+# Tenants whose debt is remembered while they have nothing waiting.
+_DEBTORS = 1024
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Entry:
+    key: tuple[float, ...]
+    number: int
+    queued_at: float = field(compare=False)
+    ticket: Ticket = field(compare=False)
+
+
+@dataclass(slots=True)
+class _Lane:
+    virtual_time: float
+    heap: list[Entry] = field(default_factory=list)
+    live: int = 0
+
+
+class FairQueue:
+    """Removal from the middle leaves a dead entry in its heap until it surfaces, or until dead
+    ones outnumber the live ones and the heap is made anew: O(log n) amortised."""
+
+    def __init__(self, order: OrderKey) -> None:
+        self._order = order
+        self._live: dict[str, Entry] = {}
+        self._lanes: dict[str, _Lane] = {}
+        self._turns: list[tuple[float, int, str]] = []
+        self._debts: dict[str, float] = {}
+        self._virtual_time = 0.0
+        self._numbers = itertools.count()
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._live
+
+    def __iter__(self) -> Iterator[Entry]:
+        """In the order of their pushes."""
+        return iter(self._live.values())
+
+    def push(self, ticket: Ticket, queued_at: float) -> None:
+        entry = Entry(self._order(ticket), next(self._numbers), queued_at, ticket)
+        lane = self._lanes.get(ticket.tenant)
+        if lane is None:
+            owed = self._debts.pop(ticket.tenant, 0.0)
+            lane = self._lanes[ticket.tenant] = _Lane(max(owed, self._virtual_time))
+            self._take_turn(ticket.tenant, lane)
+        heapq.heappush(lane.heap, entry)
+        lane.live += 1
+        self._live[ticket.request_id] = entry
+
+    def head(self) -> Entry | None:
+        """The next entry; None when nothing waits."""
+        lane = self._next_lane()
+        if lane is None:
+            return None
+        while self._live.get(lane.heap[0].ticket.request_id) is not lane.heap[0]:
+            heapq.heappop(lane.heap)
+        return lane.heap[0]
+
+    def oldest(self) -> Entry | None:
+        """The one that was pushed first; None when nothing waits."""
+        return next(iter(self._live.values()), None)
+
+    def take(self, entry: Entry) -> None:
+        """Take out an entry that is served, at its tenant's cost."""
+        tenant = entry.ticket.tenant
+        lane = self._lanes[tenant]
+        self._virtual_time = max(self._virtual_time, lane.virtual_time)
+        lane.virtual_time += entry.ticket.cost
+        self._forget(entry)
+        if lane.live:
+            self._take_turn(tenant, lane)
+
+    def remove(self, request_id: str) -> Entry | None:
+        """Take out an entry that will not be served; None if it is not here."""
+        entry = self._live.get(request_id)
+        if entry is not None:
+            self._forget(entry)
+        return entry
+
+    def clear(self) -> list[Entry]:
+        """Take out everything, in the order of the pushes."""
+        entries = list(self._live.values())
+        for entry in entries:
+            self._forget(entry)
+        return entries
+
+    def _forget(self, entry: Entry) -> None:
+        tenant = entry.ticket.tenant
+        lane = self._lanes[tenant]
+        del self._live[entry.ticket.request_id]
+        lane.live -= 1
+        if not lane.live:
+            del self._lanes[tenant]
+            self._remember_debt(tenant, lane.virtual_time)
+        elif len(lane.heap) > 2 * lane.live + 8:
+            lane.heap = [e for e in lane.heap if self._live.get(e.ticket.request_id) is e]
+            heapq.heapify(lane.heap)
+
+    def _remember_debt(self, tenant: str, virtual_time: float) -> None:
+        if virtual_time > self._virtual_time:
+            self._debts[tenant] = virtual_time
+        if len(self._debts) > _DEBTORS:
+            owing = {t: v for t, v in self._debts.items() if v > self._virtual_time}
+            self._debts = owing if len(owing) <= _DEBTORS else {}
+
+    def _take_turn(self, tenant: str, lane: _Lane) -> None:
+        heapq.heappush(self._turns, (lane.virtual_time, next(self._numbers), tenant))
+        if len(self._turns) > 2 * len(self._lanes) + 64:
+            self._turns = [
+                (other.virtual_time, next(self._numbers), name)
+                for name, other in self._lanes.items()
+            ]
+            heapq.heapify(self._turns)
+
+    def _next_lane(self) -> _Lane | None:
+        while self._turns:
+            virtual_time, _, tenant = self._turns[0]
+            lane = self._lanes.get(tenant)
+            if lane is not None and lane.virtual_time == virtual_time:
+                return lane
+            heapq.heappop(self._turns)
+        return None
