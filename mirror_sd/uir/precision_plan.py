@@ -20,7 +20,8 @@ class PrecisionPlan:
         a minimum for each 32 inputs.
     activations: inputs and outputs of those matrices. int8 is symmetric, a scale for each 32.
     kv: keys and values in the cache.
-    head: the output projection.
+    head: the output projection. int8 has 8-bit activations; the logits within 5 nats of a row's
+        best are computed again with 16-bit ones.
     wide: with int8, matrices whose inputs are 16-bit integers instead: a role (qkv, output,
         gate_up, down, head) or one layer of it (`qkv.0`).
     """
@@ -62,14 +63,20 @@ class PrecisionPlan:
         """How a matrix multiplies: fp32, bf16, or with int8 weights
 
         rotated: both sides times a Hadamard matrix in groups of 32, 8-bit activations;
+        int8: 8-bit activations, not rotated. For the head, which is the embedding table too: a
+            file's 8-bit codes stay exact;
         int16: 16-bit activations, for what is in `wide`.
         """
         if role in self.wide or f"{role}.{layer}" in self.wide:
             return "int16"
-        number = self.head if role == "head" else self.weights
-        return "rotated" if number == "int8" else number
+        if role == "head":
+            return self.head
+        # The embedding table is only read, so nothing is gained by rotating it.
+        return "rotated" if self.weights == "int8" and role != "embedding" else self.weights
 
     def describe(self) -> str:
-        """For logs and reports, as `weights int8, kv bf16, wide qkv`."""
+        """For logs and reports, as `weights int8, head int8 with the best in 16 bits, kv bf16`."""
+        refined = self.head == "int8" and "head" not in self.wide
+        head = f"{self.head}{' with the best in 16 bits' if refined else ''}"
         wide = f", wide {'+'.join(sorted(self.wide))}" if self.wide else ""
-        return f"weights {self.weights}, head {self.head}, kv {self.kv}{wide}"
+        return f"weights {self.weights}, head {head}, kv {self.kv}{wide}"

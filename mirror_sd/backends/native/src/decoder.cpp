@@ -18,6 +18,11 @@ constexpr int kSerialRows = 2;
 constexpr int kPhasesPerLayer = 9;
 constexpr int kStripsPerTask = 2 * kGroup / kStrip;  // of gate and up
 constexpr int kMaxAttentionRows = 8;
+constexpr int kStripsPerRefinement = 32;
+// Of an int8 head, a row's strips with a logit within this many nats of the largest are computed again
+// with 16-bit activations: 5 are 47 of 3,072 strips on plain text. One less or more changed the KL by
+// a tenth and the time of 16 rows by half to one percent (docs/decisions/0005).
+constexpr float kRefinedNats = 5.0f;
 constexpr int kBlocksAhead = 4;
 constexpr size_t kAheadBytes = 64 << 10;
 constexpr size_t kHugePage = size_t{2} << 20;
@@ -76,9 +81,15 @@ struct Decoder::Memory {
     Buffer<uint8_t> a_values, b_values, c_values;
     Buffer<float> a_scales, b_scales, c_scales;
     Tiles a{}, b{}, c{};  // inputs of: QKV, gate and up, head; output projection; down
+    int refined_rows = 0;
+    Buffer<uint8_t> refined_values;
+    Buffer<float> refined_scales;
+    Tiles refined{};                    // the head's inputs again, in 16 bits, a row a tile
+    Buffer<float> largest, thresholds;  // [strips of the head][rows], [rows]
     Buffer<float> slots;
     struct PerThread {
         Buffer<float> row;
+        Buffer<float> largest;  // [rows] of the strips this thread computed
         Buffer<uint8_t> scratch;
         Buffer<float> state;
     };
@@ -114,7 +125,7 @@ Decoder::Decoder(Spec spec, const KernelTable& kernels, int threads, const std::
         own.scratch.resize(attention_scratch_bytes(padded_dim_));
         own.state.resize(static_cast<size_t>(kMaxQueries) * (2 + padded_dim_));
     }
-    for (int i = 0; i < spec_.layers * kPhasesPerLayer + 3; ++i) phases_.emplace_back(threads);
+    for (int i = 0; i < spec_.layers * kPhasesPerLayer + 4; ++i) phases_.emplace_back(threads);
 }
 
 void Decoder::check_weights() const {
@@ -239,6 +250,21 @@ void Decoder::reserve(int tokens) {
     m.tokens = rows;
 }
 
+void Decoder::reserve_refinement(int rows) {
+    Memory& m = *memory_;
+    if (rows <= m.refined_rows) return;
+    m.refined_rows = 0;  // as in `reserve`
+    const size_t count = static_cast<size_t>(rows);
+    const size_t groups = static_cast<size_t>(hidden_ / kGroup);
+    m.refined_values.resize(count * groups * kernels_.row_bytes[kInt16]);
+    m.refined_scales.resize(count * groups * kRowNumbers);
+    m.refined = {m.refined_values.data(), m.refined_scales.data(), hidden_ / kGroup, 1};
+    m.largest.resize(count * static_cast<size_t>(head_.strip_count()));
+    m.thresholds.resize(count);
+    for (auto& own : m.threads) own.largest.resize(count);
+    m.refined_rows = rows;
+}
+
 void Decoder::plan(const Batch& batch) {
     const int rows_per_tile =
         std::max(1, std::min(kMaxAttentionRows, kMaxQueries / heads_per_kv_));
@@ -282,6 +308,7 @@ void Decoder::plan(const Batch& batch) {
 void Decoder::forward(const Batch& batch, float* logits) {
     check(batch);
     reserve(std::max(batch.tokens, batch.rows));
+    if (is_refined()) reserve_refinement(batch.rows);
     plan(batch);
     set_tiles(batch);
     const int strips = head_.strip_count();
@@ -302,6 +329,8 @@ void Decoder::forward(const Batch& batch, float* logits) {
     last[0].reset(batch.tokens);
     last[1].reset(batch.rows);
     last[2].reset(batch.rows > 0 ? strips : 0);
+    const int refinements = round_up(strips, kStripsPerRefinement) / kStripsPerRefinement;
+    last[3].reset(batch.rows > 0 ? refinements : 0);
     team_.run([&](int thread) { run(thread, batch, logits); });
 }
 
@@ -354,14 +383,75 @@ void Decoder::run(int thread, const Batch& batch, float* logits) {
     for (int i = 0; i < spec_.layers; ++i) {
         run_layer(thread, batch, i, phases_.begin() + i * kPhasesPerLayer);
     }
-    for_rows(thread, batch.rows, last[1], first_strips(thread, head_, last[2], 1), [&](int row) {
-        const float* x = m.x.data() + static_cast<size_t>(batch.logit_rows[row]) * hidden_;
-        normalise_row(thread, final_norm_, x, row, head_.format);
-    });
+    for_rows(thread, batch.rows, last[1], first_strips(thread, head_, last[2], 1),
+             [&](int row) { normalise_logit_row(thread, batch, row); });
+    run_head(thread, batch, logits);
+}
+
+void Decoder::normalise_logit_row(int thread, const Batch& batch, int row) {
+    Memory& m = *memory_;
+    const float* x = m.x.data() + static_cast<size_t>(batch.logit_rows[row]) * hidden_;
+    normalise_row(thread, final_norm_, x, row, head_.format);
+    if (!is_refined()) return;
+    kernels_.quantise(m.threads[static_cast<size_t>(thread)].row.data(), row, m.refined, kInt16);
+}
+
+void Decoder::run_head(int thread, const Batch& batch, float* logits) {
+    Memory& m = *memory_;
+    const auto last = phases_.begin() + spec_.layers * kPhasesPerLayer;
     const size_t stride = static_cast<size_t>(spec_.vocab_size);
+    const int rows = batch.rows;
+    if (!is_refined()) {
+        last[2].take(thread, [&](int strip) {
+            kernels_.linear(head_, strip, m.a, rows, logits, stride, false, nullptr);
+        });
+        return;
+    }
+    float* own = m.threads[static_cast<size_t>(thread)].largest.data();
+    std::fill_n(own, rows, -INFINITY);
     last[2].take(thread, [&](int strip) {
-        kernels_.linear(head_, strip, m.a, batch.rows, logits, stride, false);
+        float* largest = m.largest.data() + static_cast<size_t>(strip) * rows;
+        kernels_.linear(head_, strip, m.a, rows, logits, stride, false, largest);
+        for (int row = 0; row < rows; ++row) own[row] = std::max(own[row], largest[row]);
     });
+    team_.barrier({}, [&] { set_thresholds(rows); });
+    last[3].take(thread, [&](int task) { refine_strips(task, rows, logits); });
+}
+
+// By the last thread to have done its strips.
+void Decoder::set_thresholds(int rows) {
+    Memory& m = *memory_;
+    for (int row = 0; row < rows; ++row) {
+        float top = -INFINITY;
+        for (const auto& own : m.threads) top = std::max(top, own.largest[row]);
+        // A row of NaN stays as it is.
+        m.thresholds[row] = top == -INFINITY ? INFINITY : top - kRefinedNats;
+    }
+}
+
+// Which strips of a row are refined, and their new values, depend on the row alone.
+void Decoder::refine_strips(int task, int rows, float* logits) const {
+    const Memory& m = *memory_;
+    const float* thresholds = m.thresholds.data();
+    const int end = std::min((task + 1) * kStripsPerRefinement, head_.strip_count());
+    int strips[kStripsPerRefinement], count = 0;
+    for (int strip = task * kStripsPerRefinement; strip < end; ++strip) {
+        const float* largest = m.largest.data() + static_cast<size_t>(strip) * rows;
+        int reached = 0;
+        for (int row = 0; row < rows; ++row) reached += largest[row] >= thresholds[row];
+        if (reached > 0) strips[count++] = strip;
+    }
+    for (int i = 0; i < count; ++i) {
+        const int strip = strips[i];
+        int next = strips[std::min(i + 1, count - 1)];
+        const float* largest = m.largest.data() + static_cast<size_t>(strip) * rows;
+        for (int row = 0; row < rows; ++row) {
+            if (!(largest[row] >= thresholds[row])) continue;
+            kernels_.refine(head_, strip, next, m.refined, row,
+                            logits + static_cast<size_t>(row) * spec_.vocab_size);
+            next = strip;
+        }
+    }
 }
 
 void Decoder::run_layer(int thread, const Batch& batch, int index, Phases phases) {
@@ -377,7 +467,7 @@ void Decoder::run_layer(int thread, const Batch& batch, int index, Phases phases
     fetch_inputs(m.a, layer.qkv.format, tokens);
     phases[1].take(thread, [&](int strip) {
         kernels_.linear(layer.qkv, strip, m.a, tokens, m.qkv.data(),
-                        static_cast<size_t>(qkv_stride_), false);
+                        static_cast<size_t>(qkv_stride_), false, nullptr);
     });
     for_rows(thread, tokens, phases[2], {}, [&](int row) { rotate_and_cache(batch, index, row); });
     phases[3].take(thread, [&](int task) {
@@ -395,7 +485,7 @@ void Decoder::run_layer(int thread, const Batch& batch, int index, Phases phases
     });
     fetch_inputs(m.b, layer.output.format, tokens);
     phases[5].take(thread, [&](int strip) {
-        kernels_.linear(layer.output, strip, m.b, tokens, m.x.data(), hidden, true);
+        kernels_.linear(layer.output, strip, m.b, tokens, m.x.data(), hidden, true, nullptr);
     });
     for_rows(thread, tokens, phases[6], first_strips(thread, layer.gate_up, phases[7], kStripsPerTask), [&](int row) {
         normalise_row(thread, layer.mlp_norm, m.x.data() + row * hidden, row,
@@ -408,7 +498,7 @@ void Decoder::run_layer(int thread, const Batch& batch, int index, Phases phases
     team_.barrier(first_strips(thread, layer.down, phases[8], 1), [] {});
     fetch_inputs(m.c, layer.down.format, tokens);
     phases[8].take(thread, [&](int strip) {
-        kernels_.linear(layer.down, strip, m.c, tokens, m.x.data(), hidden, true);
+        kernels_.linear(layer.down, strip, m.c, tokens, m.x.data(), hidden, true, nullptr);
     });
 }
 

@@ -76,6 +76,7 @@ private:
     static void fetch_lines(const void* from, size_t bytes);
     void fetch_inputs(const Tiles& x, Format format, int rows) const;
     void reserve(int tokens);
+    void reserve_refinement(int rows);
     void run(int thread, const Batch& batch, float* logits);
     template <typename Work>
     void for_rows(int thread, int rows, Ranges& ranges, Ahead next, const Work& work);
@@ -92,6 +93,11 @@ private:
     AttentionState slot_state(int slot);
     void normalise_row(int thread, const std::vector<float>& weight, const float* x, int row,
                        Format format);
+    bool is_refined() const { return head_.format == kInt8; }
+    void normalise_logit_row(int thread, const Batch& batch, int row);
+    void set_thresholds(int rows);
+    void refine_strips(int task, int rows, float* logits) const;
+    void run_head(int thread, const Batch& batch, float* logits);
     uint8_t* cache_of(int layer, int block) const;
 
     const Spec spec_;

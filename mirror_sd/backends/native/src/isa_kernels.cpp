@@ -55,6 +55,7 @@ static const KernelTable table = {
     MIRROR_STRING(MIRROR_ISA),
     {kRowBytes[0], kRowBytes[1], kRowBytes[2], kRowBytes[3], kRowBytes[4]},
     linear,
+    refine,
     gate_up,
     normalise,
     quantise,

@@ -32,6 +32,8 @@ constexpr int kRowNumbers = 4;
 // activations of 8 and 16 bits. kRotated has 8 bits on both sides, but multiplies each half group
 // by a Hadamard matrix first, weights when they are packed: then no input of a group stands out, and
 // 8 bits hold it twice as well (Ashkboos et al., QuaRot, 2024). A group of 4-bit codes stays exact.
+// A head in kInt8 is refined: the best strips of a row are computed again as in kInt16, which has the
+// same weights (see Decoder::set_thresholds).
 enum Format { kInt8 = 0, kInt16 = 1, kBf16 = 2, kFp32 = 3, kRotated = 4, kFormats = 5 };
 
 // Number format of keys and values in the cache.
@@ -101,8 +103,12 @@ struct KernelTable {
     int row_bytes[kFormats];
 
     // y[row][strip * 16 ...] (=, or += if `accumulate`) matrix x rows, `stride` floats a row.
+    // largest: none, or [rows] for each row's largest output of the strip, -inf if all are NaN.
     void (*linear)(const Matrix&, int strip, const Tiles& x, int rows, float* y, size_t stride,
-                   bool accumulate);
+                   bool accumulate, float* largest);
+    // y[strip * 16 ...] = matrix (kInt8) x one row of kInt16; meanwhile the weights of strip `next`
+    // are fetched, if that is not `strip`.
+    void (*refine)(const Matrix&, int strip, int next, const Tiles& x, int row, float* y);
     // One group of outputs of silu(gate) * up, quantised into `out` as group `task`. The matrix
     // holds strips of gate and up in turn.
     void (*gate_up)(const Matrix&, int task, const Tiles& x, int rows, const Tiles& out,

@@ -195,8 +195,15 @@ static void strip_tile(const Matrix& a, int strip, const Tiles& x, int tile_inde
     }
 }
 
+// The largest of the first `width` lanes that are numbers.
+FORCE float largest_of(F value, int width) {
+    const F none = set1(-__builtin_inff());
+    const F numbers = select_nan(value, none);
+    return reduce_max(width == kStrip ? numbers : keep(numbers, 0, width, none));
+}
+
 static void linear(const Matrix& a, int strip, const Tiles& x, int rows, float* y, size_t stride,
-                   bool accumulate) {
+                   bool accumulate, float* largest) {
     alignas(64) float out[kTile * kStrip];
     const F multiplier = set1(a.multiplier);
     const F bias = a.bias ? load(a.bias + strip * kStrip) : zero();
@@ -210,6 +217,7 @@ static void linear(const Matrix& a, int strip, const Tiles& x, int rows, float* 
         for (int m = 0; m < count; ++m) {
             const F value = fma(load(out + 16 * m), multiplier, bias);
             float* to = y + static_cast<size_t>(first + m) * stride;
+            if (largest) largest[first + m] = largest_of(value, width);
             if (width == kStrip) {
                 store(to, accumulate ? add(load(to), value) : value);
                 continue;
@@ -220,6 +228,26 @@ static void linear(const Matrix& a, int strip, const Tiles& x, int rows, float* 
             }
         }
     }
+}
+
+static void refine(const Matrix& a, int strip, int next, const Tiles& x, int row, float* y) {
+    alignas(64) float out[kStrip];
+    const Slot slot = slot_of(x, row, 0, kRowBytes[kInt16]);
+    Pass pass;
+    pass.weights = a.strips + static_cast<size_t>(strip) * a.strip_bytes();
+    pass.next = next == strip ? nullptr : a.strips + static_cast<size_t>(next) * a.strip_bytes();
+    pass.x = slot.values;
+    pass.scales = slot.scales;
+    pass.groups = a.groups;
+    pass.tile = x.tile;
+    tile<kInt16, 1>(pass, out);
+    const F bias = a.bias ? load(a.bias + strip * kStrip) : zero();
+    const F value = fma(load(out), set1(a.multiplier), bias);
+    const int width = smaller(kStrip, a.outputs - strip * kStrip);
+    y += strip * kStrip;
+    if (width == kStrip) return store(y, value);
+    store(out, value);
+    for (int i = 0; i < width; ++i) y[i] = out[i];
 }
 
 // x * sigmoid(x)
