@@ -35,19 +35,19 @@ def profile_of(
     the client gave the seed. Without `compare` only identical requests can match."""
     scope = _digest("scope", tenant, model)
     settings = _settings(params, is_seed_chosen)
-    if settings is None:
-        # Its answer is one of many: it may get a draft hint, but not another's answer.
-        exact = partition = b""
-    else:
+    # An answer that chance makes is one of many: it may get a draft hint, not another's answer.
+    exact = partition = b""
+    if settings is not None:
         exact = _digest("exact", tenant, model, settings, tuple(prompt_ids))
-        terms = partition_terms(user_text) if compare else ()
-        partition = _digest("partition", tenant, model, settings, system_text, terms)
     if not compare:
         return MergeProfile(exact=exact, scope=scope)
     signature = signature_of(user_text, permutations)
+    if settings is not None and signature:
+        terms = partition_terms(user_text)
+        partition = _digest("partition", tenant, model, settings, system_text, terms)
     return MergeProfile(
         exact=exact,
-        partition=partition if signature else b"",
+        partition=partition,
         scope=scope,
         signature=signature,
     )

@@ -126,8 +126,9 @@ class BrokerClient:
             raise ValueError(f"request {submit.request_id} is running already")
         if len(self._calls) >= self._max_outstanding:
             raise QueueFull(f"this gateway has {self._max_outstanding} requests running")
-        # Resumed, it grows by what was delivered.
-        if len(messages.encode(submit)) > MAX_FRAME_BYTES // 2:
+        # Resumed, it grows by what was delivered. A token takes 9 bytes at most.
+        is_large = len(submit.prompt) * 9 > MAX_FRAME_BYTES // 4
+        if is_large and len(messages.encode(submit)) > MAX_FRAME_BYTES // 2:
             raise PayloadTooLarge("the request is too large")
         call = Call(submit, on_event)
         timeout_s = DEFAULT_TIMEOUT_S if submit.timeout_s is None else submit.timeout_s

@@ -13,6 +13,9 @@ from typing import Any
 
 Receive = Callable[[], Awaitable[Mapping[str, Any]]]
 
+# Most short answers are complete before a listener, a task of its own, would be worth its cost.
+_GRACE_S = 0.02
+
 
 class ClientWatch:
     """Calls `on_gone` once when the client disconnects. For use after the body was read: only one
@@ -21,18 +24,25 @@ class ClientWatch:
     def __init__(self, receive: Receive, on_gone: Callable[[], None]) -> None:
         self._receive = receive
         self._on_gone = on_gone
+        self._timer: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begin to listen."""
-        self._task = asyncio.create_task(self._listen(), name="client watch")
+        """Begin to listen, in a moment."""
+        self._timer = asyncio.get_running_loop().call_later(_GRACE_S, self._begin)
 
     async def stop(self) -> None:
         """Stop listening."""
-        if self._task is not None:
-            self._task.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+                await task
+
+    def _begin(self) -> None:
+        self._task = asyncio.create_task(self._listen(), name="client watch")
 
     async def _listen(self) -> None:
         while True:

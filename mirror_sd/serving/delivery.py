@@ -47,6 +47,11 @@ class Delivery:
 
     def remainder(self) -> Submit:
         """The submit that continues from what was delivered."""
+        has_begun = self.count > len(self._submit.delivered) or (
+            self._wants_prompt_logprobs != self._submit.params.prompt_logprobs
+        )
+        if self._attempt == 1 and not has_begun:
+            return self._submit
         params = msgspec.structs.replace(
             self._submit.params, prompt_logprobs=self._wants_prompt_logprobs
         )

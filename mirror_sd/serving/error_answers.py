@@ -61,6 +61,11 @@ def answer_to(error: Exception, request_id: str) -> ErrorAnswer:
     return ErrorAnswer(error.status, error.to_openai(), headers)
 
 
+def request_id_of(given: str) -> str:
+    """What a request is called: the edge's id where it sent a proper one, else one drawn now."""
+    return given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
+
+
 class RequestIds:
     """Middleware: each request has an id, the edge's where it sent one, and each response says
     it."""
@@ -69,8 +74,7 @@ class RequestIds:
         self, request: falcon.asgi.Request, response: falcon.asgi.Response
     ) -> None:
         """Read or draw the id."""
-        given = request.get_header("X-Request-Id") or ""
-        id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
+        id = request_id_of(request.get_header("X-Request-Id") or "")
         request.context.request_id = id
         response.set_header("X-Request-Id", id)
 

@@ -27,24 +27,28 @@ from mirror_sd.serving.broker_client import BrokerClient
 from mirror_sd.serving.error_answers import RequestIds, add_error_answers
 from mirror_sd.serving.generation import Broker
 from mirror_sd.serving.intake import Intake
+from mirror_sd.serving.streaming import Send
 from mirror_sd.serving.text_thread import TextThread
 
 _PROMPT_THREADS = 4
 
 
 class GatewayApp(falcon.asgi.App[falcon.asgi.Request, falcon.asgi.Response]):
-    """Falcon's application, which leaves the ASGI `receive` in the scope for `ClientWatch` and
-    `send` for `EventStream`."""
+    """Falcon's application, with a way past it for the requests that generate: `posts`, by path."""
+
+    posts: Mapping[str, answers.GenerationRoute]
 
     async def __call__(  # type: ignore[override] # as falcon.asgi.App overrides falcon.App
         self,
         scope: dict[str, Any],
         receive: Callable[[], Awaitable[Mapping[str, Any]]],
-        send: Callable[[dict[str, Any]], Awaitable[None]],
+        send: Send,
     ) -> None:
-        scope[answers.RECEIVE] = receive
-        scope[answers.SEND] = send
-        await super().__call__(scope, receive, send)
+        route = self.posts.get(scope["path"]) if scope.get("method") == "POST" else None
+        if route is not None:
+            await route(scope, receive, send)
+        else:
+            await super().__call__(scope, receive, send)
 
 
 class _Lifespan:
@@ -105,8 +109,12 @@ def _intake(config: Config, tokenizer: Tokenizer) -> Intake:
 
 def _add_routes(app: GatewayApp, parts: answers.Parts) -> None:
     models = status.Models(parts.intake, created=int(time.time()))
-    app.add_route("/v1/chat/completions", answers.ChatCompletions(parts))
-    app.add_route("/v1/completions", answers.Completions(parts))
+    app.posts = {
+        "/v1/chat/completions": answers.GenerationRoute(parts, parts.intake.chat),
+        "/v1/completions": answers.GenerationRoute(parts, parts.intake.completion),
+    }
+    for path in app.posts:
+        app.add_route(path, answers.PostOnly())
     app.add_route("/v1/models", models)
     app.add_route("/v1/models/{name:path}", models, suffix="one")
     app.add_route("/health", status.Health(parts.broker, parts.config.broker))

@@ -6,8 +6,10 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from typing import Protocol
+
+from prometheus_client import Counter
 
 from mirror_sd import telemetry
 from mirror_sd.api.choice import Choice, Delta
@@ -73,8 +75,8 @@ class Generation:
 
     def start(self) -> None:
         """Submit every sequence; raises the `MirrorError` of one that is refused at once."""
-        for tokens in {s.prompt_index: len(s.submit.prompt) for s in self._plan.sequences}.values():
-            telemetry.PROMPT_TOKENS.labels(self._plan.caller.device_class).inc(tokens)
+        prompts = {s.prompt_index: len(s.submit.prompt) for s in self._plan.sequences}
+        _prompt_tokens(self._plan.caller.device_class).inc(sum(prompts.values()))
         for sequence in self._plan.sequences:
             leave = self._broker.open(sequence.submit, partial(self._hear, sequence))
             self._leaves[sequence.choice.index] = leave
@@ -211,6 +213,11 @@ class Generation:
     def _leave_all(self) -> None:
         for index in list(self._leaves):
             self._leave(index)
+
+
+@lru_cache(maxsize=64)
+def _prompt_tokens(device_class: str) -> Counter:
+    return telemetry.PROMPT_TOKENS.labels(device_class)
 
 
 def _is_light(choice: Choice, event: Chunk | Finished) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
+import random
 import secrets
 import time
 from collections.abc import Sequence
@@ -98,8 +100,17 @@ class Intake:
         self._tokenizer = tokenizer
         self._timeout_s = timeout_s
         self._profiler = MergeProfiler(model, merge)
+        # Of this process alone, and cheaper than asking the kernel for each.
+        self._prefix = secrets.token_hex(8)
+        self._numbers = itertools.count()
+        self._random = random.Random(secrets.randbits(128))
         facts = msgspec.json.encode([__version__, model, tokenizer.facts])
         self._fingerprint = "fp_" + hashlib.blake2b(facts, digest_size=5).hexdigest()
+
+    @property
+    def is_prepared(self) -> bool:
+        """Whether a plan takes no longer than its body's length makes it."""
+        return self._profiler.is_prepared
 
     def prepare(self) -> None:
         """Make the first request as quick as the others; takes a second, call it in a thread."""
@@ -110,7 +121,7 @@ class Intake:
         request = schema.read_chat(bodies.read_object(body), self._tokenizer.facts.vocab_size)
         self.check_model(request.model)
         messages = [(message.role, message.content) for message in request.messages]
-        ids = tuple(self._tokenizer.encode_chat(messages, self.max_context))
+        ids = tuple(self._tokenizer.encode_chat(messages, self.max_context, caller.tenant))
         limit = self._tokens_allowed(ids, request.decoding.max_tokens, None, "messages")
         form = ChatForm(
             self._tokenizer.vocabulary, with_logprobs=request.decoding.logprobs is not None
@@ -122,7 +133,7 @@ class Intake:
         """The plan of a `/v1/completions` body; raises a `RequestError`."""
         request = schema.read_completion(bodies.read_object(body), self._tokenizer.facts.vocab_size)
         self.check_model(request.model)
-        prompts = [self._encode(prompt, request) for prompt in request.prompts]
+        prompts = [self._encode(prompt, request, caller) for prompt in request.prompts]
         form = CompletionForm(
             self._tokenizer.vocabulary, with_logprobs=request.decoding.logprobs is not None
         )
@@ -137,9 +148,9 @@ class Intake:
                 param="model",
             )
 
-    def _encode(self, prompt: Prompt, request: CompletionRequest) -> _EncodedPrompt:
+    def _encode(self, prompt: Prompt, request: CompletionRequest, caller: Caller) -> _EncodedPrompt:
         if isinstance(prompt, str):
-            ids = tuple(self._tokenizer.encode_prompt(prompt, self.max_context))
+            ids = tuple(self._tokenizer.encode_prompt(prompt, self.max_context, caller.tenant))
         else:
             ids = prompt
         if not ids:
@@ -193,13 +204,13 @@ class Intake:
     ) -> Plan:
         tier = "standard" if decoding.service_tier in _STANDARD_TIERS else caller.tier
         cap = CAPPED_TOKENS if caller.degrade_level >= CAPPING_LEVEL and tier != "vip" else None
-        name = secrets.token_hex(12)
+        name = f"{self._prefix}{next(self._numbers):08x}"
         now = time.time()
         template = Submit(
             request_id=name,
             model=self.model,
             prompt=(),
-            params=_sampling(decoding, self._tokenizer.facts.eos_token_ids),
+            params=self._sampling(decoding),
             device_class=caller.device_class,
             tier=tier,
             tenant=caller.tenant,
@@ -263,20 +274,19 @@ class Intake:
             ),
         )
 
-
-def _sampling(decoding: Decoding, stop_token_ids: tuple[int, ...]) -> SamplingParams:
-    # 53 bits: a drawn seed comes back in JSON, where some clients lose the digits of larger ones.
-    seed = secrets.randbits(53) if decoding.seed is None else decoding.seed
-    return SamplingParams(
-        max_tokens=1,
-        seed=seed,
-        temperature=decoding.temperature,
-        top_p=decoding.top_p,
-        top_k=decoding.top_k,
-        presence_penalty=decoding.presence_penalty,
-        frequency_penalty=decoding.frequency_penalty,
-        logit_bias=dict(decoding.logit_bias),
-        stop_token_ids=stop_token_ids,
-        logprobs=decoding.logprobs,
-        speculation=decoding.speculation,
-    )
+    def _sampling(self, decoding: Decoding) -> SamplingParams:
+        # 53 bits: a drawn seed comes back in JSON, where some clients lose digits of larger ones.
+        seed = self._random.getrandbits(53) if decoding.seed is None else decoding.seed
+        return SamplingParams(
+            max_tokens=1,
+            seed=seed,
+            temperature=decoding.temperature,
+            top_p=decoding.top_p,
+            top_k=decoding.top_k,
+            presence_penalty=decoding.presence_penalty,
+            frequency_penalty=decoding.frequency_penalty,
+            logit_bias=dict(decoding.logit_bias),
+            stop_token_ids=self._tokenizer.facts.eos_token_ids,
+            logprobs=decoding.logprobs,
+            speculation=decoding.speculation,
+        )

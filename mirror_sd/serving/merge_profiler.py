@@ -13,11 +13,12 @@ from mirror_sd.messages import MergeProfile, SamplingParams
 
 
 class MergeProfiler:
-    """For one served model. Thread-safe; a profile takes up to a millisecond."""
+    """For one served model. Thread-safe; a profile takes up to a millisecond once `is_prepared`."""
 
     def __init__(self, model: str, config: MergeConfig) -> None:
         self._model = model
         self._config = config
+        self.is_prepared = not config.enabled
 
     def prepare(self) -> None:
         """Import what the first profile would wait for, about a second; call it in a thread."""
@@ -25,6 +26,7 @@ class MergeProfiler:
             from mirror_sd.scheduler.shingles import signature_of
 
             signature_of("ready", self._config.permutations)
+            self.is_prepared = True
 
     def profile(
         self,
@@ -44,7 +46,7 @@ class MergeProfiler:
         from mirror_sd.scheduler.merge_profile import profile_of, texts_of
 
         system, user = texts_of(messages) if messages is not None and compare else ("", "")
-        return profile_of(
+        made = profile_of(
             tenant,
             self._model,
             prompt,
@@ -55,3 +57,5 @@ class MergeProfiler:
             is_seed_chosen=is_seed_chosen,
             compare=compare,
         )
+        self.is_prepared = self.is_prepared or compare
+        return made

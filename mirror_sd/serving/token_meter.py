@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable
+from functools import lru_cache
 
-from prometheus_client import Histogram
+from prometheus_client import Counter, Histogram
 
 from mirror_sd import telemetry
 
@@ -40,6 +41,15 @@ class Tally:
             self._sum = 0.0
 
 
+@lru_cache(maxsize=64)
+def _metrics_of(device_class: str, tier: str) -> tuple[Histogram, Counter, Histogram]:
+    return (
+        telemetry.TIME_TO_FIRST_TOKEN.labels(device_class, tier),
+        telemetry.COMPLETION_TOKENS.labels(device_class),
+        telemetry.INTER_TOKEN_LATENCY.labels(device_class, tier),
+    )
+
+
 class TokenMeter:
     """Counts what comes for a request that arrived at `arrived_at` on `clock`."""
 
@@ -48,9 +58,8 @@ class TokenMeter:
     ) -> None:
         self._clock = clock
         self._arrived_at = arrived_at
-        self._first = telemetry.TIME_TO_FIRST_TOKEN.labels(device_class, tier)
-        self._delivered = telemetry.COMPLETION_TOKENS.labels(device_class)
-        self._gaps = Tally(telemetry.INTER_TOKEN_LATENCY.labels(device_class, tier))
+        self._first, self._delivered, gaps = _metrics_of(device_class, tier)
+        self._gaps = Tally(gaps)
         self._tokens = 0
         self._is_begun = False
         self._flushed_at = arrived_at
@@ -74,6 +83,7 @@ class TokenMeter:
 
     def flush(self) -> None:
         """Write what is not yet written; call it at the end."""
-        self._delivered.inc(self._tokens)
-        self._tokens = 0
+        if self._tokens:
+            self._delivered.inc(self._tokens)
+            self._tokens = 0
         self._gaps.flush()
