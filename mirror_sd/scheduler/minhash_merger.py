@@ -120,16 +120,8 @@ class MinHashMerger:
         sources = [pair for pair in found if not pair[1].log.is_broken]
         if not sources:
             return Match()
-        # Of equals the finished one, which can be read ahead; `max` takes the first, the newest.
-        _, source = max(
-            sources,
-            key=lambda pair: (
-                pair[1].profile.exact == profile.exact != b"",
-                round(pair[0], 2),
-                pair[1].profile.partition == profile.partition,
-                not pair[1].is_live,
-            ),
-        )
+        # `max` takes the first of equals, the newest.
+        _, source = max(sources, key=lambda pair: _worth(*pair, profile))
         return Match(source=source)
 
     def begin(self, name: str, submit: Submit) -> Answer | None:
@@ -209,6 +201,17 @@ class MinHashMerger:
         if not siblings:
             del self._by_scope[answer.scope]
         self._index.discard(answer.scope, answer)
+
+
+def _worth(alike: float, answer: Answer, profile: MergeProfile) -> float:
+    """Of an answer as a draft source. A finished one can be read ahead; one in flight is ahead
+    only by what it made before."""
+    worth = alike
+    if profile.exact and answer.profile.exact == profile.exact:
+        worth += 1.0
+    if profile.partition and answer.profile.partition == profile.partition:
+        worth += 0.1
+    return worth if answer.is_live else worth + 0.2
 
 
 def scope_of(submit: Submit) -> Scope:
