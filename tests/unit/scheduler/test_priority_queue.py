@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,7 +21,7 @@ class Clock:
         return self.now
 
 
-def ticket(name: str, tier: str = "standard", arrived_at: float = 0.0, **fields: float) -> Ticket:
+def ticket(name: str, tier: str = "standard", arrived_at: float = 0.0, **fields: Any) -> Ticket:
     return Ticket(name, "cpu", tier, "default", arrived_at, **fields)
 
 
@@ -143,3 +145,175 @@ def test_expired_tickets_leave_the_queue() -> None:
     clock.now = 102.0
     assert [t.request_id for t in queue.expired()] == ["a"]
     assert queue.expired() == [] and drain(queue) == ["b", "c"]
+
+
+def rules(**fields: float) -> QueueRules:
+    return QueueRules(**{"limit": 10_000, **fields})
+
+
+def test_standard_gets_its_share_while_vip_waits_too() -> None:
+    queue = PriorityQueue(rules(standard_share=0.2), Clock())
+    for i in range(100):
+        queue.push(ticket(f"v{i}", "vip"))
+        queue.push(ticket(f"s{i}"))
+    taken = [queue.pop()[0].tier for _ in range(50)]
+    assert taken.count("standard") == 10
+    assert max(len(run) for run in "".join(t[0] for t in taken).split("s")) <= 5
+
+
+def test_a_share_is_not_saved_up_while_one_tier_waits_alone() -> None:
+    queue = PriorityQueue(rules(standard_share=0.25), Clock())
+    for i in range(100):
+        queue.push(ticket(f"v{i}", "vip"))
+    for _ in range(50):
+        queue.pop()
+    queue.push(ticket("s"))
+    assert [queue.pop()[0].tier for _ in range(3)] == ["vip"] * 3
+
+
+def test_a_standard_request_near_its_longest_wait_goes_before_vip() -> None:
+    clock = Clock()
+    queue = PriorityQueue(rules(max_wait_s=10.0), clock)
+    queue.push(ticket("old"))
+    clock.now += 3
+    queue.push(ticket("newer"))
+    queue.push(ticket("v", "vip"))
+    clock.now += 5
+    pick = queue.pick()
+    assert pick is not None and pick.ticket.request_id == "old" and pick.is_entitled
+    assert drain(queue) == ["old", "v", "newer"]
+
+
+def test_a_vip_can_be_asked_for_whoever_is_next() -> None:
+    clock = Clock()
+    queue = PriorityQueue(rules(max_wait_s=10.0), clock)
+    queue.push(ticket("old"))
+    queue.push(ticket("v", "vip"))
+    clock.now += 20
+    picks = [queue.pick(vip_first=is_first) for is_first in (False, True)]
+    assert [pick.ticket.request_id for pick in picks if pick] == ["old", "v"]
+
+
+def test_within_a_tenant_the_one_that_must_be_served_soonest_is_next() -> None:
+    queue = PriorityQueue(rules(max_wait_s=30.0), Clock())
+    queue.push(ticket("patient", arrived_at=100.0, deadline=700.0))
+    queue.push(ticket("urgent", arrived_at=104.0, deadline=110.0))
+    queue.push(ticket("later", arrived_at=102.0))
+    assert drain(queue) == ["urgent", "patient", "later"]
+
+
+def test_a_resumed_request_keeps_its_place() -> None:
+    queue = PriorityQueue(rules(), Clock())
+    for i in range(5):
+        queue.push(ticket(f"s{i}", arrived_at=50.0 + i))
+    queue.push(ticket("resumed", arrived_at=10.0, is_resumed=True))
+    assert drain(queue)[0] == "resumed"
+
+
+COSTS = st.lists(
+    st.tuples(st.sampled_from("abc"), st.integers(1, 50).map(float)), min_size=30, max_size=120
+)
+
+
+@given(COSTS)
+def test_tenants_that_wait_are_served_equal_work(asked: list[tuple[str, float]]) -> None:
+    queue = PriorityQueue(rules(), Clock())
+    for i, (tenant, cost) in enumerate(asked):
+        queue.push(Ticket(f"r{i}", "cpu", "standard", tenant, 0.0, cost=cost))
+    served = dict.fromkeys("abc", 0.0)
+    left = {tenant: sum(t == tenant for t, _ in asked) for tenant in "abc"}
+    while all(left[tenant] for tenant in {tenant for tenant, _ in asked}):
+        taken, _ = queue.pop()
+        served[taken.tenant] += taken.cost
+        left[taken.tenant] -= 1
+        waiting = [served[tenant] for tenant in "abc" if left[tenant]]
+        if len(waiting) > 1:
+            # Nobody is ahead by more than two of the largest requests there are.
+            assert max(waiting) - min(waiting) <= 2 * 50.0
+
+
+def test_a_tenant_that_floods_does_not_delay_another() -> None:
+    queue = PriorityQueue(rules(), Clock())
+    for i in range(1000):
+        queue.push(Ticket(f"flood{i}", "cpu", "standard", "a", 0.0, cost=10.0))
+    for _ in range(10):
+        queue.pop()
+    queue.push(Ticket("one", "cpu", "standard", "b", 5.0, cost=10.0))
+    assert "one" in [queue.pop()[0].request_id for _ in range(2)]
+
+
+def test_idling_saves_nothing_up() -> None:
+    queue = PriorityQueue(rules(), Clock())
+    queue.push(Ticket("b0", "cpu", "standard", "b", 0.0))
+    for i in range(200):
+        queue.push(Ticket(f"a{i}", "cpu", "standard", "a", 0.0))
+    for _ in range(150):
+        queue.pop()
+    for i in range(100):
+        queue.push(Ticket(f"b{i + 1}", "cpu", "standard", "b", 0.0))
+    taken = [queue.pop()[0].tenant for _ in range(20)]
+    assert taken.count("a") in (9, 10, 11), "b was idle for long, and is owed nothing"
+
+
+def test_nor_does_coming_and_going_cancel_a_debt() -> None:
+    queue = PriorityQueue(rules(), Clock())
+    for i in range(20):
+        queue.push(Ticket(f"a{i}", "cpu", "standard", "a", 0.0, cost=1.0))
+    queue.push(Ticket("b0", "cpu", "standard", "b", 0.0, cost=10.0))
+    while "b0" in queue:
+        queue.pop()
+    queue.push(Ticket("b1", "cpu", "standard", "b", 0.0, cost=10.0))
+    taken = [queue.pop()[0].request_id for _ in range(9)]
+    assert "b1" not in taken, "it was served ten a's worth"
+
+
+def test_vip_may_wait_beyond_the_limit_and_no_others() -> None:
+    queue = PriorityQueue(rules(limit=10, vip_extra=0.25), Clock())
+    for i in range(10):
+        queue.push(ticket(f"s{i}"))
+    for i in range(3):
+        queue.push(ticket(f"v{i}", "vip"))
+    for name, tier in (("s", "standard"), ("v", "vip")):
+        with pytest.raises(QueueFull):
+            queue.push(ticket(name, tier))
+    queue.push(ticket("resumed", is_resumed=True))
+
+
+def test_a_longer_wait_than_is_allowed_is_foreseen_and_refused() -> None:
+    clock = Clock()
+    queue = PriorityQueue(rules(max_wait_s=10.0), clock)
+    for i in range(100):
+        queue.push(ticket(f"s{i}"))
+    for _ in range(40):
+        clock.now += 0.5
+        queue.pop()
+    # Two leave in a second, and sixty are waiting.
+    with pytest.raises(QueueFull, match="longer than") as refusal:
+        queue.push(ticket("more"))
+    assert refusal.value.retry_after_s == pytest.approx(20, abs=2)
+    queue.push(ticket("v", "vip"))
+    for _ in range(42):
+        queue.pop()
+    queue.push(ticket("more"))
+
+
+def test_a_burst_after_calm_is_not_refused_for_how_little_came_before() -> None:
+    clock = Clock()
+    queue = PriorityQueue(rules(max_wait_s=5.0), clock)
+    for i in range(40):
+        queue.push(ticket(f"calm{i}"))
+        queue.pop()
+        clock.now += 2
+    for i in range(200):
+        queue.push(ticket(f"burst{i}"))
+
+
+def test_a_ticket_that_becomes_more_urgent_keeps_its_age() -> None:
+    clock = Clock()
+    queue = PriorityQueue(rules(), clock)
+    queue.push(ticket("a"))
+    queue.push(ticket("b"))
+    clock.now += 3
+    assert queue.replace(ticket("b", "vip")) and not queue.replace(ticket("c"))
+    assert (queue.depth("vip"), queue.oldest_age_s("vip")) == (1, 3.0)
+    assert drain(queue) == ["b", "a"]
