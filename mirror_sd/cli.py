@@ -107,34 +107,37 @@ def down(port: Port = DEFAULT_PORT) -> None:
     typer.echo(f"stopped the stack on port {port}")
 
 
-@app.command(epilog="Examples: `mirror-sd status` · `mirror-sd status --port 8081 --json`")
+@app.command(
+    epilog="Examples: `mirror-sd status` · `mirror-sd status --watch` · "
+    "`mirror-sd status --port 8081 --json`"
+)
 def status(
     port: Port = DEFAULT_PORT,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    is_watching: Annotated[
+        bool, typer.Option("--watch", "-w", help="Show it again each second, until Ctrl-C.")
+    ] = False,
 ) -> None:
-    """Show the processes of a stack, and what runs and waits in it.
+    """Show the classes and processes of a stack, and what runs and waits in it.
 
     The keys of the JSON object: processes (role, pid, rss_mb, class), running, waiting,
-    kv_blocks_used, kv_blocks_free, workers. Numbers are null while the broker does not answer.
+    kv_blocks_used, kv_blocks_free, workers, classes (class, emulated, workers, slots, in_flight,
+    queued, oldest_wait_s, temperature_c, utilisation, memory_pressure, factor, weight),
+    degrade_level, weights_age_s, weights_stale, draining. Null is what nobody tells now.
     """
-    from mirror_sd.config import RunDir
-    from mirror_sd.supervisor import process_table, run_directory
+    from mirror_sd import status_table
+    from mirror_sd.supervisor import stack_status
 
-    run = RunDir.of_port(port)
-    pid = run_directory.supervisor_pid(run)
-    if pid is None:
-        raise SetupError(f"no stack runs on port {port}")
-    table = process_table.processes(pid)
-    load = process_table.load(run)
-    if as_json:
-        shown = {"processes": [process.to_json() for process in table], **load}
-        typer.echo(json.dumps(shown, indent=2))
+    if as_json and is_watching:
+        raise typer.BadParameter("not with --json", param_hint="--watch")
+    if is_watching:
+        status_table.watch(lambda: stack_status.status(port))
         return
-    for process in table:
-        name = process.role + (f" {process.device_class}" if process.device_class else "")
-        typer.echo(f"{name:16} pid {process.pid:<8} {process.rss_mb:8.1f} MB")
-    for key in ("running", "waiting", "kv_blocks_used", "kv_blocks_free"):
-        typer.echo(f"{key:16} {'unknown' if load[key] is None else load[key]}")
+    document = stack_status.status(port)
+    if as_json:
+        typer.echo(json.dumps(document, indent=2))
+    else:
+        status_table.show(document)
 
 
 @app.command(

@@ -81,11 +81,19 @@ def _rss_mb(process: psutil.Process) -> float:
 def load(run: RunDir) -> dict[str, Any]:
     """`running`, `waiting`, `kv_blocks_used` and `workers` as the broker sees them, from the first
     gateway that answers; None for each where none does."""
-    state: dict[str, Any] = {}
+    return summary(state(run))
+
+
+def state(run: RunDir) -> dict[str, Any]:
+    """`/admin/state` of the first gateway that answers; empty where none does."""
     for path in sorted(run.path.glob("gateway-*.sock")):
         with suppress(OSError, http.client.HTTPException, ValueError):
-            state = _get_json(path, "/admin/state")
-            break
+            return _get_json(path, "/admin/state")
+    return {}
+
+
+def summary(state: dict[str, Any]) -> dict[str, Any]:
+    """What `load` tells, from a state."""
     workers: list[dict[str, Any]] | None = state.get("workers")
     return {
         "running": state.get("running"),

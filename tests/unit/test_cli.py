@@ -34,7 +34,7 @@ def cli(
         ((), ("up", "down", "status", "generate", "model", "bench", "--version")),
         (("up",), ("--port", "--config", "--set", "--detach", "--log-json", "server.gateways=4")),
         (("down",), ("--port", "8080")),
-        (("status",), ("--port", "--json", "kv_blocks_used")),
+        (("status",), ("--port", "--json", "--watch", "kv_blocks_used", "degrade_level")),
         (
             ("generate",),
             (
