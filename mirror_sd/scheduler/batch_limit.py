@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 _SHRINK = 0.75
 _GROWTHS = 16
-# Relative change below which a trial has brought nothing.
-_GAIN = 0.02
+# What a trial must bring: growth, tokens a second by this part of what it added to the batch;
+# shrinking, tokens that come sooner by this part.
+_GAIN = 0.25
 _RELIEF = 0.05
 # Intervals that must pass before what a change does can be seen, and after one was undone.
 _SETTLE = 2
@@ -82,7 +83,8 @@ class BatchLimit:
         if self._seen <= _SETTLE:
             return
         if self.limit > trial.limit:
-            pays = now.rate > trial.before.rate * (1 + _GAIN)
+            added = now.running / trial.before.running - 1
+            pays = now.rate > trial.before.rate * (1 + _GAIN * added)
             # It may be that too little waits to fill the new limit: then nothing was tried.
             is_filled = now.running > trial.limit
             is_undone = is_filled and not (pays and now.inter_token_s <= self._target_s)

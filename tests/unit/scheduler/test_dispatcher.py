@@ -188,13 +188,248 @@ def test_a_worker_that_leaves_names_what_it_held() -> None:
     assert roster.leave("w0") == [] and roster.holder("a") is None
 
 
+def test_the_batch_limit_holds_for_standard_and_not_for_vip() -> None:
+    dispatcher = make_dispatcher(Clock())
+    dispatcher.roster.join("w0", "cpu", 4)
+    dispatcher.roster.set_limit("w0", 2)
+    for i in range(3):
+        dispatcher.enqueue(ticket(f"s{i}"))
+    dispatcher.enqueue(ticket("v0", tier="vip"))
+    assert [name for name, _ in assignments(dispatcher)] == ["v0", "s0"]
+    for i in range(1, 4):
+        dispatcher.enqueue(ticket(f"v{i}", tier="vip"))
+    assert [name for name, _ in assignments(dispatcher)] == ["v1", "v2"], "the slots are the end"
+
+
+def test_a_preferred_worker_is_taken_unless_it_is_much_busier() -> None:
+    roster = Roster(["cpu"], Clock())
+    for name in ("w0", "w1"):
+        roster.join(name, "cpu", 4)
+    given = []
+    for i in range(4):
+        worker_id = roster.choose(["cpu"], preferred="w1")
+        assert worker_id is not None
+        roster.give(f"r{i}", worker_id)
+        given.append(worker_id)
+    assert given == ["w1", "w1", "w0", "w1"]
+    assert roster.choose(["cpu"], preferred="not here") == "w0"
+
+
+# Batches.
+
+
+def batching(clock: Clock, slots: int = 8, **rules: Any) -> Dispatcher:
+    dispatcher = make_dispatcher(clock, batch_wait_s=0.05, **rules)
+    dispatcher.roster.join("w0", "cpu", slots)
+    return dispatcher
+
+
+def newcomer(name: str, clock: Clock, **fields: Any) -> Ticket:
+    given: dict[str, Any] = {"tier": "standard", "waits_for_batch": True, **fields}
+    return Ticket(name, "cpu", tenant="t", arrived_at=clock.now, **given)
+
+
+def test_an_idle_worker_gets_work_at_once_and_a_busy_one_gets_newcomers_together() -> None:
+    clock = Clock()
+    dispatcher = batching(clock)
+    dispatcher.enqueue(newcomer("a", clock))
+    assert assignments(dispatcher) == [("a", "w0")]
+    dispatcher.enqueue(newcomer("b", clock))
+    assert assignments(dispatcher) == []
+    assert dispatcher.due_at == pytest.approx(clock.now + 0.05)
+    clock.now += 0.03
+    dispatcher.enqueue(newcomer("c", clock))
+    assert assignments(dispatcher) == []
+    clock.now = dispatcher.due_at
+    assert [name for name, _ in assignments(dispatcher)] == ["b", "c"]
+
+
+def test_a_batch_that_fills_the_worker_is_not_waited_for() -> None:
+    clock = Clock()
+    dispatcher = batching(clock, slots=3)
+    dispatcher.enqueue(newcomer("a", clock))
+    assignments(dispatcher)
+    dispatcher.enqueue(newcomer("b", clock))
+    assert assignments(dispatcher) == []
+    dispatcher.enqueue(newcomer("c", clock))
+    assert [name for name, _ in assignments(dispatcher)] == ["b", "c"]
+
+
+@pytest.mark.parametrize("fields", [{"tier": "vip"}, {"waits_for_batch": False}])
+def test_a_vip_and_one_that_came_degraded_wait_for_no_batch(fields: dict[str, Any]) -> None:
+    clock = Clock()
+    dispatcher = batching(clock)
+    dispatcher.enqueue(newcomer("a", clock))
+    assignments(dispatcher)
+    dispatcher.enqueue(newcomer("b", clock, **fields))
+    assert [name for name, _ in assignments(dispatcher)] == ["b"]
+
+
+# Stealing.
+
+
+def test_an_idle_class_takes_what_has_waited_for_a_busy_one() -> None:
+    clock = Clock()
+    dispatcher = make_dispatcher(clock, steal_after_s=0.25)
+    dispatcher.roster.join("g0", "gpu", 1)
+    dispatcher.roster.join("c0", "cpu", 2)
+    for name in "abc":
+        dispatcher.enqueue(ticket(name, "gpu"))
+    assert assignments(dispatcher) == [("a", "g0")]
+    assert dispatcher.due_at == pytest.approx(clock.now + 0.25)
+    clock.now += 0.25
+    assignment = dispatcher.next_assignment()
+    assert assignment is not None and assignment.is_stolen
+    assert (assignment.ticket.request_id, assignment.served_by) == ("b", "cpu")
+    assert assignments(dispatcher) == [("c", "c0")]
+
+
+def test_a_class_with_requests_of_its_own_steals_nothing() -> None:
+    clock = Clock()
+    dispatcher = make_dispatcher(clock, steal_after_s=0.25)
+    dispatcher.roster.join("g0", "gpu", 1)
+    dispatcher.roster.join("c0", "cpu", 1)
+    for name, kind in (("a", "gpu"), ("b", "cpu"), ("c", "gpu"), ("d", "cpu")):
+        dispatcher.enqueue(ticket(name, kind))
+    assert sorted(assignments(dispatcher)) == [("a", "g0"), ("b", "c0")]
+    clock.now += 10
+    dispatcher.release("b")
+    assert assignments(dispatcher) == [("d", "c0")]
+    dispatcher.release("d")
+    assert assignments(dispatcher) == [("c", "c0")]
+
+
+def test_a_stream_that_is_resumed_waits_longer_before_it_is_stolen() -> None:
+    clock = Clock()
+    dispatcher = make_dispatcher(clock, steal_after_s=0.25)
+    dispatcher.roster.join("g0", "gpu", 1)
+    dispatcher.roster.join("c0", "cpu", 1)
+    dispatcher.enqueue(ticket("a", "gpu"))
+    dispatcher.enqueue(ticket("b", "gpu", is_resumed=True))
+    assert assignments(dispatcher) == [("a", "g0")]
+    clock.now += 1
+    assert assignments(dispatcher) == []
+    clock.now += 2
+    assert assignments(dispatcher) == [("b", "c0")]
+
+
+# Displacement.
+
+
+def full(clock: Clock, *tokens_left: int, **rules: Any) -> Dispatcher:
+    """A worker whose slots are taken by standard requests with so many tokens left."""
+    dispatcher = make_dispatcher(clock, preemption=True, **rules)
+    dispatcher.roster.join("w0", "cpu", len(tokens_left))
+    for i, tokens in enumerate(tokens_left):
+        dispatcher.enqueue(ticket(f"s{i}", tokens_left=tokens))
+    assert len(assignments(dispatcher)) == len(tokens_left)
+    return dispatcher
+
+
+def left(ticket: Ticket) -> int:
+    return ticket.tokens_left
+
+
+def test_a_vip_displaces_the_standard_request_with_most_left() -> None:
+    dispatcher = full(Clock(), 50, 200, 100)
+    dispatcher.enqueue(ticket("v", tier="vip"))
+    assert assignments(dispatcher) == []
+    assert dispatcher.next_displaced(left) == "s1"
+    dispatcher.release("s1")
+    dispatcher.note_displaced("s1")
+    dispatcher.enqueue(ticket("s1", tokens_left=150, is_resumed=True))
+    assert assignments(dispatcher) == [("v", "w0")]
+    assert dispatcher.next_displaced(left) is None, "no VIP waits"
+
+
+def test_a_standard_request_displaces_nobody_and_a_vip_no_vip() -> None:
+    clock = Clock()
+    dispatcher = full(clock, 50)
+    dispatcher.enqueue(ticket("s"))
+    assert dispatcher.next_displaced(left) is None
+    dispatcher.release("s0")
+    dispatcher.withdraw("s")
+    dispatcher.enqueue(ticket("v0", tier="vip", tokens_left=500))
+    assert assignments(dispatcher) == [("v0", "w0")]
+    dispatcher.enqueue(ticket("v1", tier="vip"))
+    assert dispatcher.next_displaced(left) is None
+
+
+def test_nobody_is_displaced_twice_within_a_second() -> None:
+    clock = Clock()
+    dispatcher = full(clock, 100, 50)
+    for name in ("v0", "v1"):
+        dispatcher.enqueue(ticket(name, tier="vip"))
+    dispatcher.note_displaced("s0")
+    clock.now += 0.9
+    assert dispatcher.next_displaced(left) == "s1"
+    dispatcher.note_displaced("s1")
+    dispatcher.release("s1")
+    assert assignments(dispatcher) == [("v0", "w0")]
+    assert dispatcher.next_displaced(left) is None, "a tenth of a second too soon"
+    clock.now += 0.2
+    assert dispatcher.next_displaced(left) == "s0"
+
+
+def test_one_that_is_about_to_end_is_left_alone() -> None:
+    dispatcher = full(Clock(), 2)
+    dispatcher.enqueue(ticket("v", tier="vip"))
+    assert dispatcher.next_displaced(left) is None
+
+
+def test_nobody_is_displaced_while_another_worker_of_the_class_has_a_slot() -> None:
+    dispatcher = full(Clock(), 100)
+    dispatcher.roster.join("w1", "cpu", 1)
+    dispatcher.enqueue(ticket("v", tier="vip"))
+    assert dispatcher.next_displaced(left) is None
+    assert assignments(dispatcher) == [("v", "w1")]
+
+
+def test_one_whose_turn_it_was_by_age_or_share_is_not_displaced() -> None:
+    clock = Clock()
+    dispatcher = make_dispatcher(clock, queue=QueueRules(limit=100, max_wait_s=10), preemption=True)
+    dispatcher.enqueue(ticket("old", tokens_left=100))
+    clock.now += 9
+    dispatcher.roster.join("w0", "cpu", 1)
+    dispatcher.enqueue(ticket("v", tier="vip"))
+    assert assignments(dispatcher) == [("old", "w0")]
+    assert dispatcher.next_displaced(left) is None
+
+
+def test_a_slot_that_was_made_free_for_a_vip_goes_to_it() -> None:
+    clock = Clock()
+    queue = QueueRules(limit=100, max_wait_s=10)
+    dispatcher = full(clock, 100, queue=queue)
+    dispatcher.enqueue(ticket("old", tokens_left=100))
+    clock.now += 9
+    dispatcher.enqueue(ticket("v", tier="vip"))
+    assert dispatcher.next_displaced(left) == "s0"
+    dispatcher.release("s0")
+    assert assignments(dispatcher) == [("v", "w0")]
+    dispatcher.release("v")
+    dispatcher.enqueue(ticket("v1", tier="vip"))
+    assert assignments(dispatcher) == [("old", "w0")], "the next one is for whose turn it is"
+
+
+def test_preemption_can_be_switched_off() -> None:
+    dispatcher = full(Clock(), 100)
+    off = make_dispatcher(Clock())
+    off.roster.join("w0", "cpu", 1)
+    off.enqueue(ticket("s", tokens_left=100))
+    assignments(off)
+    for each in (dispatcher, off):
+        each.enqueue(ticket("v", tier="vip"))
+    assert (dispatcher.next_displaced(left), off.next_displaced(left)) == ("s0", None)
+
+
 class DispatcherMachine(RuleBasedStateMachine):
     """Whatever happens, no request is lost, doubled, or given without credit."""
 
     def __init__(self) -> None:
         super().__init__()
         self.clock = Clock()
-        self.dispatcher = make_dispatcher(self.clock)
+        self.dispatcher = make_dispatcher(self.clock, preemption=True)
+        self.tiers: dict[str, str] = {}
         self.waiting: set[str] = set()
         self.running: dict[str, str] = {}
         self.workers: dict[str, tuple[str, int]] = {}
@@ -205,8 +440,9 @@ class DispatcherMachine(RuleBasedStateMachine):
     def enqueue(self, device_class: str, tier: str) -> None:
         name = f"r{next(self.numbers)}"
         try:
-            self.dispatcher.enqueue(ticket(name, device_class, tier=tier))
+            self.dispatcher.enqueue(ticket(name, device_class, tier=tier, tokens_left=100))
             self.waiting.add(name)
+            self.tiers[name] = tier
         except NoWorker:
             assert not self.workers.keys() - self.draining
 
@@ -224,6 +460,7 @@ class DispatcherMachine(RuleBasedStateMachine):
         assert held == sorted(r for r, w in self.running.items() if w == name)
         for request_id in held:
             del self.running[request_id]
+            self.dispatcher.release(request_id)
         del self.workers[name]
         self.draining.discard(name)
 
@@ -272,9 +509,29 @@ class DispatcherMachine(RuleBasedStateMachine):
             if held < slots:
                 assert len(self.dispatcher.queue(device_class)) == 0
 
+    @rule()
+    def displace(self) -> None:
+        self.dispatch()
+        name = self.dispatcher.next_displaced(lambda ticket: ticket.tokens_left)
+        if name is None:
+            return
+        assert self.tiers[name] == "standard" and name in self.running
+        kinds = {self.workers[self.running[name]][0]}
+        assert any(self.tiers[other] == "vip" for other in self.waiting), "for nobody"
+        assert kinds <= set(CLASSES)
+        worker_id = self.dispatcher.release(name)
+        assert worker_id == self.running.pop(name)
+        self.dispatcher.note_displaced(name)
+        assert self.dispatcher.next_displaced(lambda ticket: ticket.tokens_left) != name
+        assignment = self.dispatcher.next_assignment()
+        assert assignment is not None and assignment.worker_id == worker_id
+        assert self.tiers[assignment.ticket.request_id] == "vip"
+        self.waiting.remove(assignment.ticket.request_id)
+        self.running[assignment.ticket.request_id] = worker_id
+
     @invariant()
     def books_agree(self) -> None:
-        self.dispatcher.roster.check_integrity()
+        self.dispatcher.check_integrity()
         assert self.dispatcher.waiting == len(self.waiting)
         for name, (_, slots) in self.workers.items():
             held = sum(worker == name for worker in self.running.values())
