@@ -4,6 +4,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -11,17 +12,30 @@ import pytest
 from tests.openresty.stack import Edge
 
 
-@pytest.fixture(scope="module")
-def running_edge() -> Iterator[Edge]:
+@contextmanager
+def started(classes: tuple[str, ...]) -> Iterator[Edge]:
     # Not tmp_path: the path of a unix socket may have 107 bytes only.
     run_dir = Path(tempfile.mkdtemp(prefix="mirror-edge-"))
-    edge = Edge(run_dir)
+    edge = Edge(run_dir, classes=classes)
     try:
         edge.start()
         yield edge
     finally:
         edge.stop()
         shutil.rmtree(run_dir)
+
+
+@pytest.fixture(scope="module")
+def running_edge() -> Iterator[Edge]:
+    with started(("cpu",)) as edge:
+        yield edge
+
+
+@pytest.fixture(scope="module")
+def wide_edge() -> Iterator[Edge]:
+    """In front of all three device classes."""
+    with started(("cpu", "gpu", "tpu")) as edge:
+        yield edge
 
 
 @pytest.fixture

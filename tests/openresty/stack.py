@@ -191,6 +191,18 @@ class Edge:
                 return float(value)
         return 0.0
 
+    def admin(self, method: str, path: str, **options: Any) -> httpx.Response:
+        """Ask the admin server, with its token."""
+        headers = {"Authorization": f"Bearer {ADMIN_TOKEN}"} | options.pop("headers", {})
+        url = self.admin_url + path
+        return httpx.request(method, url, headers=headers, timeout=10, verify=False, **options)
+
+    def put_weights(self, factors: dict[str, float], **more: Any) -> httpx.Response:
+        """Put a weight document of now; `more` replaces its keys."""
+        classes = {name: {"factor": factor} for name, factor in factors.items()}
+        document = {"version": 1, "at": time.time(), "classes": classes, "degrade_level": 0}
+        return self.admin("PUT", "/admin/weights", json=document | more)
+
     def in_flight(self) -> list[float]:
         return [
             self.metric(f'mirror_edge_in_flight{{gateway="{index}"}}')
@@ -225,7 +237,8 @@ def error_of(body: str | bytes) -> dict[str, Any]:
 
 def chat(edge: Edge, body: dict[str, Any], **options: Any) -> httpx.Response:
     """Post a JSON body to the chat path."""
-    return httpx.post(edge.url + CHAT, json=body, timeout=10, **options)
+    # A context for TLS would cost 20 ms and is not used.
+    return httpx.post(edge.url + CHAT, json=body, timeout=10, verify=False, **options)
 
 
 def post_head(path: str, length: int, extra: str = "") -> bytes:

@@ -2,8 +2,9 @@
 
 The JSON body's `act` says what to do: `echo` (default), `stream` (`events`, `interval_s`), `drop`
 (close without a byte), `die` (exit without a byte), `die_streaming` (two events and half of a
-third, then exit), `die_after_headers`, `html_error`, `json_error`, `hang`. `GET /seen` tells what
-was seen so far.
+third, then exit), `die_after_headers`, `html_error`, `json_error`, `hang`. `counts` is what it
+tells the edge of the tokens of prompt and answer; `hold_s` how long it takes. `GET /seen` tells
+what was seen so far.
 """
 
 from __future__ import annotations
@@ -63,7 +64,10 @@ async def stream(writer: asyncio.StreamWriter, request: dict[str, Any]) -> None:
         await writer.drain()
         SEEN["events_sent"] += 1
         await asyncio.sleep(request.get("interval_s", 0.0))
-    writer.write(chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n")
+    end = b"data: [DONE]\n\n"
+    if "counts" in request:
+        end += b": mirror-usage %d %d\n\n" % tuple(request["counts"])
+    writer.write(chunk(end) + b"0\r\n\r\n")
 
 
 async def die_streaming(writer: asyncio.StreamWriter) -> None:
@@ -90,6 +94,9 @@ async def act(
             b"# HELP mirror_gateway_up Up.\n# TYPE mirror_gateway_up gauge\nmirror_gateway_up 1\n"
         )
         writer.write(answer("200 OK", "text/plain", text))
+        return
+    if path == "/admin/state":
+        writer.write(answer("200 OK", "application/json", b'{"workers": [], "broker": {}}'))
         return
     try:
         request = json.loads(body) if body else {}
@@ -129,7 +136,16 @@ async def act(
                 "pid": os.getpid(),
                 "body_sum": sum(body),
             }
-            writer.write(answer("200 OK", "application/json", json.dumps(echo).encode()))
+            await asyncio.sleep(request.get("hold_s", 0))
+            counts = ""
+            if "counts" in request:
+                prompt, completion = request["counts"]
+                counts = (
+                    f"X-Mirror-Prompt-Tokens: {prompt}\r\n"
+                    f"X-Mirror-Completion-Tokens: {completion}\r\n"
+                )
+            body = json.dumps(echo).encode()
+            writer.write(answer("200 OK", "application/json", body, counts))
 
 
 async def serve_connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -8,6 +8,7 @@ local function explain(request, live, classes)
         factors = live.factors or {},
         slots = live.slots or {},
         in_flight = live.in_flight or {},
+        in_tier = live.in_tier or {},
         degrade_level = live.degrade_level or 0,
         is_stale = live.is_stale or false,
     })
@@ -38,11 +39,11 @@ describe("explanation", function()
         { "no weight document of the last 5 seconds", {}, { is_stale = true } },
         { "standard requests are refused with a 503", {}, { degrade_level = 3 } },
         { "level is 2; the class does not depend", {}, { degrade_level = 2 } },
-        { "is healthy and has room, in the order gpu, cpu", { tier = "vip" }, {} },
+        { "that is healthy, in the order gpu, cpu", { tier = "vip" }, {} },
         {
-            "the first of these has no room, so the next one",
+            "its own requests fill the first of these, so the next",
             { tier = "vip" },
-            { slots = { gpu = 1 }, in_flight = { gpu = 1 } },
+            { slots = { gpu = 1 }, in_flight = { gpu = 1 }, in_tier = { gpu = 1 } },
         },
         {
             "No class has room",

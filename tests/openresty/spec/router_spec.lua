@@ -184,11 +184,15 @@ describe("router", function()
     local VIP = { prompt_tokens = 10, tier = "vip" }
     local preferences = {
         { "the fastest", {}, "tpu", "preferred" },
-        { "the next where that is full", { slots = { tpu = 4 }, in_flight = { tpu = 4 } },
+        { "the fastest though it is full of others",
+            { slots = { tpu = 4 }, in_flight = { tpu = 9 }, in_tier = { tpu = 3 } },
+            "tpu", "preferred" },
+        { "the next where that is full of its own",
+            { slots = { tpu = 4 }, in_flight = { tpu = 4 }, in_tier = { tpu = 4 } },
             "gpu", "spilled" },
         { "the next where that is unhealthy", { factors = { tpu = 0.3 } }, "gpu", "preferred" },
         { "the least full where all are full",
-            { slots = { cpu = 4, gpu = 4, tpu = 4 }, in_flight = { cpu = 9, gpu = 5, tpu = 7 } },
+            { slots = { cpu = 4, gpu = 4, tpu = 4 }, in_tier = { cpu = 9, gpu = 5, tpu = 7 } },
             "gpu", "full" },
         { "by weight where all are unhealthy", { factors = { cpu = 0.2, gpu = 0.1, tpu = 0.1 } },
             "cpu", "policy" },
