@@ -49,7 +49,7 @@ def _run(config: Config, claim: Claim, announce: Callable[[str], None]) -> int:
     claim.acquire()
     preflight.check_ports(config.server)
     preflight.check_disk(run.path)
-    name = _lay_out_tokenizer(config, run)
+    name = lay_out_tokenizer(config, run)
     run.config_json.write_text(config.model_dump_json(indent=2), encoding="utf-8")
     run_directory.write_admin_token(run)
     error_log = run_directory.logs(run) / "nginx.log"
@@ -67,7 +67,7 @@ def _run(config: Config, claim: Claim, announce: Callable[[str], None]) -> int:
     return _serve(stack, config, config.model.served_name or name, announce)
 
 
-def _lay_out_tokenizer(config: Config, run: RunDir) -> str:
+def lay_out_tokenizer(config: Config, run: RunDir) -> str:
     """The tokenizer's files for the gateways, fetching the model where its weights are needed;
     returns the model's name."""
     if any(pool.engine != "emulated" for pool in config.pools.values()):

@@ -15,8 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from mirror_sd.api.tokenizer import Tokenizer
 from mirror_sd.config import Config, RunDir, ServerConfig, load
-from mirror_sd.errors import SetupError
+from mirror_sd.errors import ModelError, SetupError
 from mirror_sd.keys import KeyFile
 from mirror_sd.supervisor import (
     edge,
@@ -263,3 +264,20 @@ def test_stack_that_cannot_generate_is_not_ready_and_says_why() -> None:
         check.join(5)
         assert not check.is_ready
         assert "POST /v1/completions: 503" in check.last_answer
+
+
+def test_a_stack_in_which_all_is_emulated_needs_no_model(
+    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("MIRROR_SD_CACHE", str(tmp_path / "empty"))
+    emulated = load(overrides=["pools.cpu.engine=emulated"], environ={})
+    assert foreground.lay_out_tokenizer(emulated, run) == "smollm2-135m-instruct"
+    assert "a small tokenizer stands in" in caplog.text
+    tokenizer = Tokenizer.from_directory(run.tokenizer)
+    ids = tokenizer.encode_chat([("user", "where is my order? 你好")])
+    assert "where is my order? 你好" in tokenizer.decode(ids)
+    mixed = load(
+        overrides=["pools.gpu.engine=emulated", f"model.path={tmp_path / 'none.gguf'}"], environ={}
+    )
+    with pytest.raises(ModelError):
+        foreground.lay_out_tokenizer(mixed, run)

@@ -231,3 +231,29 @@ def test_a_limit_changes_no_prompt_that_fits(text: str, limit: int) -> None:
     whole = SMALL.encode_prompt(text)
     limited = SMALL.encode_prompt(text, limit)
     assert limited == whole or (len(limited) > limit and len(whole) > limit)
+
+
+def test_what_an_owner_has_sent_is_remembered_for_that_owner_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tokenizer = small_tokenizer()
+    text = "How do I reset my password?"
+    expected = tokenizer.encode_chat([("user", text)])
+    asked: list[str] = []
+    real = tokenizer._encoder
+
+    class Counting:
+        def encode_batch_fast(self, texts: list[str], **options: bool) -> object:
+            asked.extend(texts)
+            return real.encode_batch_fast(texts, **options)
+
+    monkeypatch.setattr(tokenizer, "_encoder", Counting())
+    monkeypatch.setattr(tokenizer, "_continuation_encoder", Counting())
+    for owner, is_new in (("a", True), ("a", False), ("b", True), ("b", False)):
+        asked.clear()
+        assert tokenizer.encode_chat([("user", text)], owner=owner) == expected
+        assert any(text in piece for piece in asked) == is_new
+    asked.clear()
+    for _ in range(2):  # too long to be kept
+        tokenizer.encode_prompt("x" * 2000, owner="a")
+    assert len(asked) == 2
