@@ -145,7 +145,7 @@ local function get_route()
     if not edge.TIERS[request.tier] then
         return refuse("route: tier must be vip or standard")
     end
-    local sentences, class, decision = explanation.of(edge.router(), request, edge.live())
+    local sentences, class, decision = explanation.of(edge.router(), request, edge.live(request.tier))
     local tenant = arguments.tenant
     if type(tenant) == "string" then
         sentences[#sentences + 1] = string.format(

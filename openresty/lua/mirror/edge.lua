@@ -17,6 +17,7 @@ local ngx = ngx
 local _M = {}
 
 local TIERS = { vip = true, standard = true }
+local STANDARD = "standard"
 
 local function split(text)
     local items = {}
@@ -73,12 +74,28 @@ function _M.router()
     return _M.routing
 end
 
---- What routing goes by at this moment: `Weights:live` with the requests in flight by class.
-function _M.live()
+local function tier_at(tier, class)
+    return "tier|" .. tier .. "|" .. class
+end
+
+--- Count a request in or out (1 or -1) at its class.
+function _M.count_flight(class, tier, difference)
+    _M.flight:add("class|" .. class, difference)
+    if tier ~= STANDARD then
+        _M.flight:add(tier_at(tier, class), difference)
+    end
+end
+
+--- What routing goes by at this moment: `Weights:live` with the requests in flight by class, and
+-- of these the ones of `tier`, unless that is nil or the standard one.
+function _M.live(tier)
     local live = _M.weights:live()
-    local flight = {}
+    local flight, in_tier = {}, {}
     for _, class in ipairs(_M.classes) do
         flight[class] = _M.flight:count("class|" .. class)
+        if tier and tier ~= STANDARD then
+            in_tier[class] = _M.flight:count(tier_at(tier, class))
+        end
     end
     return {
         factors = live.factors,
@@ -86,6 +103,7 @@ function _M.live()
         degrade_level = live.degrade_level,
         is_stale = live.is_stale,
         in_flight = flight,
+        in_tier = in_tier,
     }
 end
 

@@ -74,9 +74,10 @@ local function on_level(add, request, live)
 end
 
 local RULES = {
-    preferred = "Tier %s takes the fastest class that is healthy and has room, in the order %s.",
-    spilled_tier = "Tier %s prefers %s; the first of these has no room, so the next one takes it.",
-    full_tier = "Tier %s prefers %s; none has room, so the one with most places for each request.",
+    preferred = "Tier %s takes the fastest class that is healthy, in the order %s; "
+        .. "only requests of its own tier leave it no room there.",
+    spilled_tier = "Tier %s prefers %s; its own requests fill the first of these, so the next takes it.",
+    full_tier = "Tier %s prefers %s; its own requests fill all, so the one with most places for each.",
     policy = "Shares are policy weight x factor x headroom: %s.",
     spilled = "The classes of the policy have no room or are unfit; the fallback weights give: %s.",
     full = "No class has room; shares follow the policy and the places of each class: %s.",

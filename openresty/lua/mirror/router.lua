@@ -69,9 +69,8 @@ end
 
 -- What is left of each class: `headroom` 0..1 (1 where nobody knows its places), and how much
 -- there is of it for each request that is already there.
-local function measure(self, live)
+local function measure(self, slots, flight)
     local headroom, relief = {}, {}
-    local slots, flight = live.slots or NONE, live.in_flight or NONE
     for _, class in ipairs(self.classes) do
         local places = min(slots[class] or math.huge, self.policy.caps[class] or math.huge)
         local taken = flight[class] or 0
@@ -84,8 +83,9 @@ local function measure(self, live)
 end
 
 -- The first class of `prefer` that is healthy and has room; where all are full, the healthy one
--- that is least so.
-local function preferred(self, rule, factors, headroom, relief)
+-- that is least so. Its requests displace those of other tiers, so only its own take room.
+local function preferred(self, rule, factors, slots, flight)
+    local headroom, relief = measure(self, slots, flight)
     local best
     for _, class in ipairs(rule.prefer) do
         local is_healthy = (factors[class] or 1) >= (rule.healthy_factor or HEALTHY)
@@ -130,7 +130,7 @@ local function weighted(self, base, factors, headroom, relief)
 end
 
 --- How a request `{prompt_tokens, qps, tier}` would be routed. `live`: tables `factors`, `slots`
--- and `in_flight` by class, each optional.
+-- and `in_flight` by class, each optional; `in_tier` are those of the request's own tier.
 --
 -- `bucket`, `band`: indexes; `base`: the shares of the policy, nil where it gives none; `shares`
 -- (they add up to 1); `class`, where the tier's preference settles it; `rule`: "preferred",
@@ -141,11 +141,12 @@ function Router:weigh(request, live)
     local bucket, bucket_rule = step_of(policy.prompt_buckets, request.prompt_tokens)
     local band, band_rule = step_of(policy.qps_bands, request.qps or 0)
     local factors = live.factors or NONE
-    local headroom, relief = measure(self, live)
+    local slots = live.slots or NONE
+    local headroom, relief = measure(self, slots, live.in_flight or NONE)
     local decision = { bucket = bucket, band = band, headroom = headroom }
     local tier = policy.tiers[request.tier]
     if tier and tier.prefer then
-        decision.class, decision.rule = preferred(self, tier, factors, headroom, relief)
+        decision.class, decision.rule = preferred(self, tier, factors, slots, live.in_tier or NONE)
     end
     decision.base = banded(self, bucket_rule, band_rule)
     if decision.class then

@@ -13,7 +13,7 @@ end
 local function route(ctx, caller, live, tokens, rate)
     local request = { prompt_tokens = tokens, qps = rate, tier = caller.tier }
     local class, rule = edge.router():choose(request, live)
-    edge.flight:add("class|" .. class, 1)
+    edge.count_flight(class, caller.tier, 1)
     edge.qps:route(class)
     edge.metrics:add("mirror_edge_routes_total|" .. class .. "|" .. caller.tier .. "|" .. rule, 1)
     ctx.class, ctx.tier = class, caller.tier
@@ -27,7 +27,7 @@ end
 
 return function()
     local caller, ctx = identify(), ngx.ctx
-    local live = edge.live()
+    local live = edge.live(caller.tier)
     if edge.is_draining() then
         return refuse("draining")
     end

@@ -12,7 +12,7 @@ return function()
         edge.admission:leave(ctx.caller)
     end
     if ctx.class then
-        edge.flight:add("class|" .. ctx.class, -1)
+        edge.count_flight(ctx.class, ctx.tier, -1)
         usage.settle(ctx)
         if not ctx.is_complete then
             edge.metrics:add("mirror_edge_incomplete_answers_total", 1)
