@@ -17,6 +17,7 @@ from mirror_sd.bench import (
     exactness,
     machine,
     memory,
+    merge,
     peers_command,
     plot,
     prompts,
@@ -48,6 +49,7 @@ app.command("peers")(peers_command.peers)
 app.command("plot")(plot.command)
 app.command("memory")(memory.command)
 app.command("serve")(serve.command)
+app.command("merge")(merge.command)
 app.command("edge")(edge.command)
 app.command("routing")(routing.command)
 

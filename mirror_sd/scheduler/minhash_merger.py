@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from mirror_sd.config import Config
 from mirror_sd.messages import MergeProfile, Submit
 from mirror_sd.scheduler.similarity_index import SimilarityIndex
 from mirror_sd.scheduler.token_log import TokenLog
@@ -32,13 +33,26 @@ _ENTRY_TOKENS = 64
 
 @dataclass(frozen=True, slots=True)
 class MergeRules:
-    """Similarities are Jaccard's, 0..1. `share_answers`: the tenants that opted in."""
+    """Similarities are Jaccard's, 0..1, that of hints the smaller. `share_answers`: the tenants
+    that opted in."""
 
     share_similarity: float
     hint_similarity: float
     expire_s: float
     max_entries: int
     share_answers: Collection[str] = ()
+
+
+def rules_of(config: Config, share_answers: Collection[str] | None = None) -> MergeRules:
+    """Those that are configured; `share_answers` in place of the configured tenants."""
+    share, merge = config.scheduler.similarity_threshold, config.merge
+    return MergeRules(
+        share_similarity=share,
+        hint_similarity=min(merge.hint_similarity, share),
+        expire_s=merge.expire_s,
+        max_entries=merge.max_entries,
+        share_answers=merge.share_answers if share_answers is None else share_answers,
+    )
 
 
 class Answer:
@@ -93,7 +107,7 @@ class MinHashMerger:
         self._clock = clock
         self._exact: dict[tuple[Scope, bytes], Answer] = {}
         self._index: SimilarityIndex[Answer] = SimilarityIndex(
-            min(rules.hint_similarity, rules.share_similarity), lambda a: a.profile.signature
+            rules.hint_similarity, lambda a: a.profile.signature
         )
         self._finished: OrderedDict[Answer, int] = OrderedDict()
         self._by_scope: dict[Scope, OrderedDict[Answer, None]] = {}
@@ -121,7 +135,7 @@ class MinHashMerger:
         if not sources:
             return Match()
         # `max` takes the first of equals, the newest.
-        _, source = max(sources, key=lambda pair: _worth(*pair, profile))
+        _, source = max(sources, key=lambda pair: _worth(pair[0], pair[1], profile))
         return Match(source=source)
 
     def begin(self, name: str, submit: Submit) -> Answer | None:

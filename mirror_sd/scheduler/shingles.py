@@ -107,7 +107,8 @@ _NUMBERS = _words(
     " hundred hundreds thousand thousands million billion first second third fourth fifth sixth"
     " seventh eighth ninth tenth half halves quarter quarters once twice thrice double triple both"
     " single pair pairs dozen dozens couple few several many all each every some any only more less"
-    " most least xs s m l xl xxl xxxl am pm"
+    " most least xs s m l xl xxl xxxl am pm before after above below over under inside outside"
+    " on off in out up down already still yet too again"
     " monday tuesday wednesday thursday friday saturday sunday today tomorrow yesterday"
     " january february march april june july august september october november december"
     " eins zwei drei vier funf sechs sieben acht neun zehn un une deux trois quatre cinq dix"
@@ -125,7 +126,11 @@ _NEGATIONS = _words(
 _NEGATIVE_FORM = re.compile(
     r"(?:un|dis|mis|non|il(?=l)|im(?=[mp])|ir(?=r)|in)\w{3,}|\w{2,}less|\w+n't"
 )
-_HAN_NUMBERS = "零〇一二三四五六七八九十百千万萬亿億两兩半双雙壹贰叁肆伍陆柒捌玖拾廿卅几幾数每全都"
+# And what turns a number round: before, after, above, below, inside, outside.
+_HAN_NUMBERS = (
+    "前后後上下内內外零〇一二三四五六七八九十百千万萬"
+    "亿億两兩半双雙壹贰叁肆伍陆柒捌玖拾廿卅几幾数每全都"
+)
 _HAN_NEGATIONS = "不没沒无無未别別勿非否莫毋休禁拒免缺反"
 _KANA_NEGATIONS = ("ない", "ません", "なし", "なく", "なけ")
 _THAI_NEGATION = "ไม่"

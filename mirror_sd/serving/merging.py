@@ -15,7 +15,7 @@ from mirror_sd import telemetry
 from mirror_sd.config import Config
 from mirror_sd.errors import ProtocolError
 from mirror_sd.messages import Chunk, DraftHint, Failed, Finished, Submit, decode_chunk
-from mirror_sd.scheduler.minhash_merger import Answer, Match, MergeRules, MinHashMerger
+from mirror_sd.scheduler.minhash_merger import Answer, Match, MinHashMerger, rules_of
 from mirror_sd.serving.outbox import Outbox
 from mirror_sd.serving.peers import Generation, Member
 
@@ -29,17 +29,9 @@ _LISTENERS = 16
 
 class Merging:
     def __init__(self, config: Config, outbox: Outbox, clock: Callable[[], float]) -> None:
-        share, merge = config.scheduler.similarity_threshold, config.merge
-        self._is_enabled = merge.enabled
+        self._is_enabled = config.merge.enabled
         self._outbox = outbox
-        rules = MergeRules(
-            share_similarity=share,
-            hint_similarity=min(merge.hint_similarity, share),
-            expire_s=merge.expire_s,
-            max_entries=merge.max_entries,
-            share_answers=merge.share_answers,
-        )
-        self._merger = MinHashMerger(rules, clock)
+        self._merger = MinHashMerger(rules_of(config), clock)
         # Who drafts from a live answer: the generation and its worker.
         self._listeners: dict[Answer, dict[str, bytes]] = {}
 
