@@ -25,9 +25,8 @@ class SpecialTokens:
         specials = {token.content: (id, token) for id, token in added if token.special}
         self._ids = {content: id for content, (id, _) in specials.items()}
         longest_first = sorted(specials, key=len, reverse=True)
-        self._starts = {
-            content[:length] for content in specials for length in range(1, len(content))
-        }
+        starts = {content[:length] for content in specials for length in range(1, len(content))}
+        self._starts = tuple(starts)
         # Begins with plain characters, which `re` finds much faster than it tries a look-ahead
         # everywhere: a text of megabytes must not hold the interpreter lock for long. Where the
         # beginning of one token and the rest of another meet, a needless sentinel does no harm.
@@ -49,11 +48,7 @@ class SpecialTokens:
         """`text` with `sentinel` inside every special token it spells, and after a beginning of one
         at its end, which the template could otherwise complete."""
         text = self._typed.sub(rf"\g<0>{sentinel}", text)
-        longest = max(map(len, self._ids), default=0)
-        tails = (text[-length:] for length in range(1, min(longest, len(text) + 1)))
-        if any(tail in self._starts for tail in tails):
-            text += sentinel
-        return text
+        return text + sentinel if text.endswith(self._starts) else text
 
     def split(self, text: str) -> list[int | str]:
         """Special-token ids and the texts between them, in order, empty texts left out."""
