@@ -51,7 +51,7 @@ def _summary(document: dict[str, Any]) -> Text:
         Text(f"degradation {_or_unknown(level)}", style="bold red" if level else ""),
     ]
     if document["weights_stale"]:
-        parts.append(Text("no fresh weights: policy alone", style="yellow"))
+        parts.append(Text("weights stale", style="yellow"))
     elif age_s is not None:
         parts.append(Text(f"weights {age_s:.1f} s old"))
     if document["draining"]:
@@ -60,9 +60,9 @@ def _summary(document: dict[str, Any]) -> Text:
 
 
 def _classes(classes: Sequence[dict[str, Any]]) -> Table:
-    table = _table("class", "workers", "in flight", "vip", "standard", "oldest")
+    table = _table("class", "live", "in flight", "vip\nwait", "std.\nwait", "oldest")
     bands: list[dict[str, Any]] = next((item["weight"] for item in classes if item["weight"]), [])
-    for heading in ("temp.", "busy", "memory", "factor", *_headings(bands)):
+    for heading in ("temp.", "busy", "mem.", "factor", *_headings(bands)):
         table.add_column(heading, justify="right", no_wrap=True)
     for item in classes:
         name = Text(item["class"])
@@ -86,8 +86,8 @@ def _classes(classes: Sequence[dict[str, Any]]) -> Table:
 
 
 def _headings(bands: Sequence[dict[str, Any]]) -> list[str]:
-    """`< 50 tok` and, for the last, which has no bound, `more`."""
-    return [f"< {band['below']} tok" if band["below"] else "more" for band in bands]
+    """`< 50 tok` on two lines and, for the last, which has no bound, `more`."""
+    return [f"<{band['below']}\ntok" if band["below"] else "more" for band in bands]
 
 
 def _processes(document: dict[str, Any]) -> Table:
@@ -99,7 +99,7 @@ def _processes(document: dict[str, Any]) -> Table:
 
 
 def _table(first: str, *others: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim")
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     table.add_column(first, no_wrap=True)
     for heading in others:
         table.add_column(heading, justify="right", no_wrap=True)

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-_CUT = 0.5
+# Below `healthy_factor` of the policy: VIP requests leave a class that is relieved.
+_CUT = 0.4
 _CUT_AGAIN_S = 5.0
 _RAMP_PER_S = 0.1
 _RELAPSE_WITHIN_S = 120.0

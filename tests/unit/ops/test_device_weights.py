@@ -41,10 +41,10 @@ def test_calm_classes_keep_all_their_traffic() -> None:
     assert run(weights, 60, {"cpu": calm, "gpu": calm}) == {"cpu": 1.0, "gpu": 1.0}
 
 
-def test_hot_class_gives_up_half_at_once_and_more_while_it_stays_hot() -> None:
+def test_hot_class_gives_up_most_at_once_and_more_while_it_stays_hot() -> None:
     weights = DeviceWeights(["cpu", "gpu"], CONFIG)
     hot = {"cpu": reading(temperature_c=60.0), "gpu": reading(temperature_c=86.0)}
-    assert weights.update(0.0, hot).factors == {"cpu": 1.0, "gpu": 0.5}
+    assert weights.update(0.0, hot).factors == {"cpu": 1.0, "gpu": 0.4}
     assert weights.update(1.0, hot).causes == {"gpu": ("heat",)}
     assert run(weights, 60, hot, 2.0)["gpu"] == pytest.approx(0.1)
 
@@ -52,7 +52,7 @@ def test_hot_class_gives_up_half_at_once_and_more_while_it_stays_hot() -> None:
 def test_class_between_cool_and_hot_stays_as_it_is() -> None:
     weights = DeviceWeights(["gpu"], CONFIG)
     run(weights, 1, {"gpu": reading(temperature_c=85.0)})
-    assert run(weights, 300, {"gpu": reading(temperature_c=82.0)}, 1.0) == {"gpu": 0.5}
+    assert run(weights, 300, {"gpu": reading(temperature_c=82.0)}, 1.0) == {"gpu": 0.4}
 
 
 def test_cooled_class_gets_all_of_its_traffic_back() -> None:
@@ -66,15 +66,15 @@ def test_cooled_class_gets_all_of_its_traffic_back() -> None:
 
 def test_device_that_throttles_itself_is_hot_whatever_its_sensor_says() -> None:
     weights = DeviceWeights(["gpu"], CONFIG)
-    assert run(weights, 1, {"gpu": reading(temperature_c=40.0, is_throttled=True)})["gpu"] == 0.5
+    assert run(weights, 1, {"gpu": reading(temperature_c=40.0, is_throttled=True)})["gpu"] == 0.4
     other = DeviceWeights(["gpu"], CONFIG)
-    assert run(other, 1, {"gpu": reading(is_throttled=True)})["gpu"] == 0.5
+    assert run(other, 1, {"gpu": reading(is_throttled=True)})["gpu"] == 0.4
 
 
 def test_full_memory_gives_up_traffic_likewise() -> None:
     weights = DeviceWeights(["cpu", "gpu"], CONFIG)
     full = {"cpu": reading(memory_pressure=0.95), "gpu": reading(memory_pressure=0.2)}
-    assert run(weights, 1, full) == {"cpu": 0.5, "gpu": 1.0}
+    assert run(weights, 1, full) == {"cpu": 0.4, "gpu": 1.0}
     free = {"cpu": reading(memory_pressure=0.8), "gpu": reading(memory_pressure=0.2)}
     assert run(weights, 10, free, 1.0)["cpu"] == 1.0
 
@@ -82,7 +82,7 @@ def test_full_memory_gives_up_traffic_likewise() -> None:
 def test_sensor_that_falls_silent_does_not_hold_traffic_back_for_ever() -> None:
     weights = DeviceWeights(["gpu"], CONFIG)
     run(weights, 1, {"gpu": reading(temperature_c=90.0)})
-    assert run(weights, 9, {"gpu": reading()}, 1.0)["gpu"] == 0.5
+    assert run(weights, 9, {"gpu": reading()}, 1.0)["gpu"] == 0.4
     assert run(weights, 30, {"gpu": reading()}, 10.0)["gpu"] == 1.0
 
 
@@ -99,9 +99,9 @@ def test_busy_pcie_link_lowers_drafting_across_devices_and_frees_it_again() -> N
     weights = DeviceWeights(["gpu"], CONFIG)
     assert weights.update(0.0, {"gpu": reading(pcie=0.5)}).draft_factor == 1.0
     busy = weights.update(1.0, {"gpu": reading(pcie=0.9)})
-    assert busy.draft_factor == 0.5
+    assert busy.draft_factor == 0.4
     assert busy.factors == {"gpu": 1.0}
-    assert weights.update(2.0, {"gpu": reading(pcie=0.7)}).draft_factor == 0.5
+    assert weights.update(2.0, {"gpu": reading(pcie=0.7)}).draft_factor == 0.4
     assert weights.update(20.0, {"gpu": reading(pcie=0.3)}).draft_factor == 1.0
 
 

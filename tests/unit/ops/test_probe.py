@@ -134,7 +134,7 @@ def test_hot_class_is_weighed_less_with_the_next_document(bench: Bench) -> None:
     bench.gpu(temperature_c=86.0)
     document = bench.run()
     assert document is not None
-    assert document["classes"]["gpu"]["factor"] == 0.5
+    assert document["classes"]["gpu"]["factor"] == 0.4
     assert document["classes"]["cpu"]["factor"] == 1.0
 
 
