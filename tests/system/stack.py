@@ -22,6 +22,8 @@ import psutil
 import tokenizers
 from prometheus_client.parser import text_string_to_metric_families
 
+from mirror_sd.admin_client import AdminClient
+
 ROOT = Path(__file__).resolve().parents[2]
 CLI = (sys.executable, "-m", "mirror_sd.cli")
 MODEL = "smollm2-135m-instruct"
@@ -199,13 +201,16 @@ class Stack:
 
     # Clients
 
-    def client(self) -> openai.OpenAI:
-        return openai.OpenAI(
-            base_url=f"{self.url}/v1", api_key="unused", max_retries=0, timeout=120
-        )
+    def client(self, key: str = "unused") -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=120)
 
-    def http(self) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=120)
+    def http(self, key: str | None = None) -> httpx.Client:
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        return httpx.Client(base_url=self.url, timeout=120, headers=headers)
+
+    def admin(self) -> AdminClient:
+        token = (self.run / "admin-token").read_text().strip()
+        return AdminClient(self.admin_port, token)
 
     def tokenizer(self) -> tokenizers.Tokenizer:
         """The one that the gateways use."""
