@@ -19,6 +19,7 @@ from tests.system.stack import MODEL, Stack, started, until
 from tests.unit.ops.small_edge import SmallEdge, small_edge
 
 PROMPT = {"model": MODEL, "prompt": "A short one", "max_tokens": 4, "temperature": 0}
+LONG = PROMPT | {"max_tokens": 400, "stream": True}
 # How long the edge believes a document.
 FRESH_S = 5.0
 
@@ -41,9 +42,14 @@ def probed(receiver: SmallEdge) -> Iterator[Stack]:
         yield stack
 
 
-def set_device(stack: Stack, name: str, temperature_c: float = 60.0) -> None:
+def set_device(stack: Stack, name: str, temperature_c: float = 60.0, slower: float = 1.0) -> None:
     """Utilisation is the same for both, so that the balance between them stays out of it."""
-    document = {"temperature_c": temperature_c, "utilisation": 0.5, "memory_pressure": 0.2}
+    document = {
+        "temperature_c": temperature_c,
+        "utilisation": 0.5,
+        "memory_pressure": 0.2,
+        "latency_factor": slower,
+    }
     file = stack.run / f"emulation-{name}.json"
     draft = file.with_suffix(".new")
     draft.write_text(json.dumps(document))
@@ -72,8 +78,11 @@ def factor(stack: Stack) -> float:
 class Traffic:
     """Short requests at a steady rate from some threads; `statuses` counts how they ended."""
 
-    def __init__(self, stack: Stack, threads: int = 4, every_s: float = 0.15) -> None:
+    def __init__(
+        self, stack: Stack, threads: int = 4, every_s: float = 0.15, max_tokens: int = 4
+    ) -> None:
         self.stack = stack
+        self._body = PROMPT | {"max_tokens": max_tokens}
         self.statuses: Counter[int | str] = Counter()
         self._every_s = every_s
         self._is_over = threading.Event()
@@ -83,7 +92,7 @@ class Traffic:
         with self.stack.http() as http:
             while not self._is_over.wait(self._every_s):
                 try:
-                    self.statuses[http.post("/v1/completions", json=PROMPT).status_code] += 1
+                    self.statuses[http.post("/v1/completions", json=self._body).status_code] += 1
                 except httpx.HTTPError as error:
                     self.statuses[repr(error)] += 1
 
@@ -225,3 +234,38 @@ def test_status_shows_the_classes_their_devices_and_their_weights(probed: Stack)
     assert done.returncode == 0, done.stderr
     for word in ("gpu emulated", "60 C", "50%", "degradation 0", "probe"):
         assert word in done.stdout
+
+
+def test_slow_tokens_degrade_service_step_by_step_and_fast_ones_restore_it(probed: Stack) -> None:
+    """Last: 300 ms a step for a while."""
+
+    def level() -> int:
+        return int(edge(probed)["degrade_level"])
+
+    def headers() -> httpx.Headers:
+        with probed.http() as http, http.stream("POST", "/v1/completions", json=LONG) as answer:
+            assert answer.status_code == 200
+            return answer.headers
+
+    assert level() == 0
+    assert "x-mirror-degraded" not in headers()
+    for name in ("cpu", "gpu"):
+        set_device(probed, name, slower=15.0)
+    with Traffic(probed, threads=8, max_tokens=16) as traffic:
+        seen = [until(level, 30.0, "the first step")]
+        until(lambda: level() == 2, 15.0, "the second step")
+        assert headers()["x-mirror-degraded"] == "max_tokens"
+        time.sleep(6.0)
+        seen.append(level())
+        for name in ("cpu", "gpu"):
+            set_device(probed, name)
+        until(lambda: level() == 1, 40.0, "a step back")
+        assert "x-mirror-degraded" not in headers()
+        until(lambda: level() == 0, 20.0, "the last step back")
+    # Nothing waits: so nobody is refused, however slow it is.
+    assert seen == [1, 2]
+    assert set(traffic.statuses) == {200}, traffic.statuses
+    log = (probed.run / "logs" / "probe.log").read_text()
+    steps = ("from 0 to 1", "from 1 to 2", "from 2 to 1", "from 1 to 0")
+    assert [log.count(f"degradation goes {step}") for step in steps] == [1, 1, 1, 1]
+    assert probed.total("mirror_probe_degrade_steps_total", direction="up") == 2.0
