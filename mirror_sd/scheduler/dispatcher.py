@@ -91,12 +91,12 @@ class Dispatcher:
 
     @property
     def waiting(self) -> int:
-        return sum(len(queue) for queue in self._queues.values())
+        return sum(map(len, self._queues.values()))
 
     @property
     def due_at(self) -> float:
         """When the next pass will find more to do than this one, if nothing happens until then."""
-        return self._due_at
+        return self._due_at if self.waiting else math.inf
 
     def queue(self, device_class: str) -> PriorityQueue:
         """The queue of a class, to be read; raises `KeyError` for an unknown class."""

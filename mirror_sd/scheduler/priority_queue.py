@@ -69,11 +69,12 @@ class PriorityQueue:
         self._drain = DrainRate(clock)
         # Of standard requests since there were last none.
         self._backlog_drain = DrainRate(clock)
+        self._count = 0
         # The part of a dispatch that standard is owed.
         self._owed = 0.0
 
     def __len__(self) -> int:
-        return sum(map(len, self._tiers.values()))
+        return self._count
 
     def __contains__(self, request_id: str) -> bool:
         return any(request_id in tier for tier in self._tiers.values())
@@ -91,6 +92,7 @@ class PriorityQueue:
         if not ticket.is_resumed:
             self._check_room(ticket)
         self._tier(ticket).push(ticket, self._clock())
+        self._count += 1
 
     def pick(self, *, vip_first: bool = False) -> Pick | None:
         """The next ticket; None when nothing waits. It is not taken out. `vip_first`: a VIP if
@@ -116,6 +118,7 @@ class PriorityQueue:
             served = 0.0 if ticket.is_vip else 1.0
             self._owed = min(1.0, max(0.0, self._owed + self._rules.standard_share - served))
         self._tier(ticket).take(pick.entry)
+        self._count -= 1
         self._drain.record()
         if not self._tiers[_STANDARD]:
             self._backlog_drain.forget()
@@ -135,6 +138,7 @@ class PriorityQueue:
         for tier in self._tiers.values():
             entry = tier.remove(request_id)
             if entry is not None:
+                self._count -= 1
                 return entry.ticket
         return None
 
@@ -157,6 +161,7 @@ class PriorityQueue:
 
     def clear(self) -> list[Ticket]:
         """Take out and return everything."""
+        self._count = 0
         return [entry.ticket for tier in self._tiers.values() for entry in tier.clear()]
 
     def __iter__(self) -> Iterator[Entry]:

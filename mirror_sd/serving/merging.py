@@ -7,7 +7,7 @@ another's drafts; all others are passed on unread.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -77,22 +77,21 @@ class Merging:
             if len(listeners) < _LISTENERS:
                 listeners[generation.name] = identity
 
-    def fan_out(self, generation: Generation, item: msgspec.Raw) -> list[tuple[bytes, Chunk]]:
-        """Take note of a chunk; what goes to gateways besides the leader's."""
-        answer = generation.answer
-        if answer is None:
-            return []
+    def fan_out(
+        self, generation: Generation, answer: Answer, item: msgspec.Raw
+    ) -> Sequence[tuple[bytes, Chunk]]:
+        """Take note of a chunk of the answer; what goes to gateways besides the leader's."""
         listeners = self._listeners.get(answer)
         if not generation.followers and not listeners:
             answer.log.append(bytes(memoryview(item)))
-            return []
+            return ()
         try:
             chunk = decode_chunk(item)
         except ProtocolError as error:
             # The followers' gateways will find the gap, and have it made anew.
             _log.error("%s: %s", generation.name, error)
             answer.log.is_broken = True
-            return []
+            return ()
         answer.log.add(chunk)
         for name, identity in (listeners or {}).items():
             self._hint(identity, name, chunk.index, chunk.tokens)

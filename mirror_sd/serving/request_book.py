@@ -16,7 +16,7 @@ import msgspec
 
 from mirror_sd import messages, telemetry
 from mirror_sd.errors import MirrorError, NoWorker
-from mirror_sd.messages import Cancel, Failed, Finished, OutputHead, Submit
+from mirror_sd.messages import Cancel, ChunkHead, Finished, OutputHead, Submit
 from mirror_sd.scheduler.dispatcher import Assignment, Dispatcher
 from mirror_sd.scheduler.ticket import Ticket
 from mirror_sd.serving.merging import Merging, last_for
@@ -124,17 +124,23 @@ class RequestBook:
         self, generation: Generation, head: OutputHead, item: msgspec.Raw, shares: Shares
     ) -> None:
         """Put an output of its worker into the share of each gateway that waits for it."""
-        if generation.leader is not None:
-            shares.setdefault(generation.leader, []).append(item)
-        if isinstance(head, Finished | Failed):
-            for name, member in generation.followers.items():
-                last = messages.encode_output(last_for(name, member, head))
-                shares.setdefault(member.gateway, []).append(last)
-            self._close(generation, is_complete=isinstance(head, Finished))
+        leader = generation.leader
+        if leader is not None:
+            share = shares.get(leader)
+            if share is None:
+                shares[leader] = [item]
+            else:
+                share.append(item)
+        if isinstance(head, ChunkHead):
+            generation.made = head.index + 1 - generation.delivered
+            if generation.answer is not None:
+                for gateway, chunk in self._merging.fan_out(generation, generation.answer, item):
+                    shares.setdefault(gateway, []).append(messages.encode_output(chunk))
             return
-        generation.made = max(generation.made, head.index + 1 - generation.delivered)
-        for gateway, chunk in self._merging.fan_out(generation, item):
-            shares.setdefault(gateway, []).append(messages.encode_output(chunk))
+        for name, member in generation.followers.items():
+            last = messages.encode_output(last_for(name, member, head))
+            shares.setdefault(member.gateway, []).append(last)
+        self._close(generation, is_complete=isinstance(head, Finished))
 
     def lose(self, name: str) -> None:
         """Its worker was lost: every gateway is to submit its own again."""

@@ -136,7 +136,7 @@ class Switchboard:
 
     def dispatch(self) -> None:
         """Send waiting requests to workers while any has credit, or must make room."""
-        while True:
+        while self._dispatcher.waiting:
             while (assignment := self._book.next_assignment()) is not None:
                 self._workers.note_assignment(assignment.worker_id)
             if not self._book.displace_one():

@@ -103,9 +103,14 @@ class WorkerDesk:
             case OutputsHead():
                 # All heads are read before the first is acted on: one that is bad changes nothing.
                 heads = messages.heads_of(message)
-                self._post(self._share(worker, heads, message.items))
+                for gateway, items in self._share(worker, heads, message.items).items():
+                    self._outbox.post("gateway", gateway, messages.join(items))
             case ChunkHead() | Finished() | Failed():
-                self._post(self._share(worker, [message], [messages.output_in(frame)]))
+                item = messages.output_in(frame)
+                for gateway, items in self._share(worker, (message,), (item,)).items():
+                    is_itself = len(items) == 1 and items[0] is item
+                    out = frame if is_itself else messages.join(items)
+                    self._outbox.post("gateway", gateway, out)
 
     def start_drain(self) -> None:
         """Tell all, and those that join from now on, to take nothing new."""
@@ -208,7 +213,3 @@ class WorkerDesk:
             if isinstance(head, Failed):
                 _log.warning("%s: failed on %s: %s", name, worker.worker_id, head.message)
         return shares
-
-    def _post(self, shares: Shares) -> None:
-        for gateway, items in shares.items():
-            self._outbox.post("gateway", gateway, messages.join(items))
