@@ -6,7 +6,6 @@ it; 0 where no worker of it lives and another class has one.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -23,10 +22,13 @@ _PCIE_LOW = 0.6
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """`factors` by class, 0..1. `draft_factor` is how much of the usual drafting across devices the
-    PCIe links leave room for. `causes` are those that hold a class back, by class."""
+    """`factors` by class, 0..1. `health` is the factor without what only evens out the load: a
+    class that is merely busy stays fit for what may not wait. `draft_factor` is how much of the
+    usual drafting across devices the PCIe links leave room for. `causes` are those that hold a
+    class back, by class."""
 
     factors: Mapping[str, float]
+    health: Mapping[str, float]
     draft_factor: float
     causes: Mapping[str, tuple[str, ...]]
 
@@ -63,16 +65,19 @@ class DeviceWeights:
         balance = self._balance.update(now, comparable)
         is_any_alive = any(reading.workers for reading in classes.values())
         factors: dict[str, float] = {}
+        health: dict[str, float] = {}
         causes: dict[str, tuple[str, ...]] = {}
         for name, reading in classes.items():
             parts = {"heat": heat[name], "memory": memory[name], "balance": balance[name]}
             is_dead = is_any_alive and not reading.workers
-            factors[name] = 0.0 if is_dead else math.prod(parts.values())
+            health[name] = 0.0 if is_dead else heat[name] * memory[name]
+            factors[name] = health[name] * balance[name]
             why = tuple(part for part, value in parts.items() if value < 1.0)
             if is_dead or why:
                 causes[name] = ("no live worker",) if is_dead else why
         links = [r.device.pcie for r in classes.values() if r.device.pcie is not None]
-        return Weights(factors, self._links.update(now, max(links, default=None)), causes)
+        draft_factor = self._links.update(now, max(links, default=None))
+        return Weights(factors, health, draft_factor, causes)
 
     def _temperature(self, reading: ClassReading) -> float | None:
         # A device that throttles itself is too hot, whatever its sensor says.

@@ -26,7 +26,7 @@ def weight_document(
         "version": VERSION,
         "at": round(unix_now, 3),
         "classes": {
-            name: _entry(factor, readings.get(name, ClassReading()))
+            name: _entry(factor, weights.health[name], readings.get(name, ClassReading()))
             for name, factor in weights.factors.items()
         },
         "degrade_level": degrade_level,
@@ -34,9 +34,10 @@ def weight_document(
     }
 
 
-def _entry(factor: float, reading: ClassReading) -> dict[str, Any]:
+def _entry(factor: float, health: float, reading: ClassReading) -> dict[str, Any]:
     known = {
         "factor": round(factor, 4),
+        "health": round(health, 4),
         "utilisation": reading.device.utilisation,
         "temperature_c": reading.device.temperature_c,
         "memory_pressure": reading.device.memory_pressure,

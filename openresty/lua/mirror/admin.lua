@@ -145,7 +145,8 @@ local function get_route()
     if not edge.TIERS[request.tier] then
         return refuse("route: tier must be vip or standard")
     end
-    local sentences, class, decision = explanation.of(edge.router(), request, edge.live(request.tier))
+    local live = edge.live(request.tier)
+    local sentences, class, decision = explanation.of(edge.router(), request, live)
     local tenant = arguments.tenant
     if type(tenant) == "string" then
         sentences[#sentences + 1] = string.format(

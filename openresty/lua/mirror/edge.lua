@@ -99,6 +99,7 @@ function _M.live(tier)
     end
     return {
         factors = live.factors,
+        health = live.health,
         slots = live.slots,
         degrade_level = live.degrade_level,
         is_stale = live.is_stale,

@@ -57,6 +57,10 @@ local function on_devices(add, router, live, decision)
         add("The probe's factors are: %s.", by_class(router.classes, live.factors, "%.2f"))
     end
     for _, class in ipairs(router.classes) do
+        local health = live.health and live.health[class]
+        if health and health ~= live.factors[class] then
+            add("The factor of %s evens out the load; its health is %.2f.", class, health)
+        end
         local headroom = decision.headroom[class]
         if headroom then
             add("%s has %d requests at present; its headroom is %.2f.", class,
@@ -76,8 +80,10 @@ end
 local RULES = {
     preferred = "Tier %s takes the fastest class that is healthy, in the order %s; "
         .. "only requests of its own tier leave it no room there.",
-    spilled_tier = "Tier %s prefers %s; its own requests fill the first of these, so the next takes it.",
-    full_tier = "Tier %s prefers %s; its own requests fill all, so the one with most places for each.",
+    spilled_tier = "Tier %s prefers %s; its own requests fill the first of these, so the next "
+        .. "takes it.",
+    full_tier = "Tier %s prefers %s; its own requests fill all, so the one with most places for "
+        .. "each takes it.",
     policy = "Shares are policy weight x factor x headroom: %s.",
     spilled = "The classes of the policy have no room or are unfit; the fallback weights give: %s.",
     full = "No class has room; shares follow the policy and the places of each class: %s.",

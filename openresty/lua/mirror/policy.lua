@@ -17,8 +17,9 @@ return {
     },
     -- Weights where no class of the bucket is there or has room.
     fallback = { cpu = 1, gpu = 1, tpu = 1 },
-    -- A tier with `prefer` takes the first of these classes that is healthy (the probe's factor is
-    -- at least `healthy_factor`) and not full of requests of its own tier. Others go by weight.
+    -- A tier with `prefer` takes the first of these classes that is healthy (heat and memory leave
+    -- at least `healthy_factor` of it) and not full of the tier's own requests. Others go by
+    -- weight.
     tiers = {
         vip = { prefer = { "tpu", "gpu", "cpu" }, healthy_factor = 0.5 },
     },

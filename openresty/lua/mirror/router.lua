@@ -84,11 +84,11 @@ end
 
 -- The first class of `prefer` that is healthy and has room; where all are full, the healthy one
 -- that is least so. Its requests displace those of other tiers, so only its own take room.
-local function preferred(self, rule, factors, slots, flight)
+local function preferred(self, rule, health, slots, flight)
     local headroom, relief = measure(self, slots, flight)
     local best
     for _, class in ipairs(rule.prefer) do
-        local is_healthy = (factors[class] or 1) >= (rule.healthy_factor or HEALTHY)
+        local is_healthy = (health[class] or 1) >= (rule.healthy_factor or HEALTHY)
         if self.is_present[class] and is_healthy then
             if (headroom[class] or 1) > 0 then
                 return class, best and "spilled" or "preferred"
@@ -129,8 +129,9 @@ local function weighted(self, base, factors, headroom, relief)
     return shares, "unhealthy"
 end
 
---- How a request `{prompt_tokens, qps, tier}` would be routed. `live`: tables `factors`, `slots`
--- and `in_flight` by class, each optional; `in_tier` are those of the request's own tier.
+--- How a request `{prompt_tokens, qps, tier}` would be routed. `live`: tables `factors`, `health`
+-- (if not there, the factors), `slots` and `in_flight` by class, each optional; `in_tier` are those
+-- in flight of the request's own tier.
 --
 -- `bucket`, `band`: indexes; `base`: the shares of the policy, nil where it gives none; `shares`
 -- (they add up to 1); `class`, where the tier's preference settles it; `rule`: "preferred",
@@ -146,7 +147,8 @@ function Router:weigh(request, live)
     local decision = { bucket = bucket, band = band, headroom = headroom }
     local tier = policy.tiers[request.tier]
     if tier and tier.prefer then
-        decision.class, decision.rule = preferred(self, tier, factors, slots, live.in_tier or NONE)
+        decision.class, decision.rule =
+            preferred(self, tier, live.health or factors, slots, live.in_tier or NONE)
     end
     decision.base = banded(self, bucket_rule, band_rule)
     if decision.class then

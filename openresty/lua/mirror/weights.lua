@@ -39,6 +39,10 @@ local function check_class(class, entry)
     if not is_finite(factor) or factor < 0 or factor > 1 then
         refuse(path .. ".factor", factor, "it must be a number from 0 to 1")
     end
+    local health = entry.health
+    if health ~= nil and not (is_finite(health) and health >= 0 and health <= 1) then
+        refuse(path .. ".health", health, "it must be a number from 0 to 1")
+    end
     for _, key in ipairs(MEASURED) do
         local value = entry[key]
         if value ~= nil and value ~= cjson.null and not (is_finite(value) and value >= 0) then
@@ -96,7 +100,7 @@ end
 
 --- `dict`: a shared dict; `clock`: a function of Unix seconds.
 function _M.new(dict, clock)
-    local stale = { factors = {}, slots = {}, degrade_level = 0, is_stale = true }
+    local stale = { factors = {}, health = {}, slots = {}, degrade_level = 0, is_stale = true }
     local weights = { document = document.new(dict, "weights"), clock = clock, stale = stale }
     return setmetatable(weights, Weights)
 end
@@ -128,17 +132,20 @@ function Weights:age_s()
 end
 
 local function view(stored)
-    local live = { factors = {}, slots = {}, degrade_level = stored.degrade_level or 0 }
+    local live = { factors = {}, health = {}, slots = {} }
+    live.degrade_level = stored.degrade_level or 0
     for class, entry in pairs(stored.classes) do
         live.factors[class] = entry.factor
+        live.health[class] = entry.health or entry.factor
         live.slots[class] = type(entry.slots) == "number" and entry.slots or nil
     end
     live.is_stale = false
     return live
 end
 
---- What routing goes by: `factors` and `slots` by class, `degrade_level`, `is_stale`. All of it is
--- empty and 0 where the document is older than `FRESH_S` or there is none.
+--- What routing goes by: `factors`, `health` (the factor without what only evens out the load) and
+-- `slots` by class, `degrade_level`, `is_stale`. All of it is empty and 0 where the document is
+-- older than `FRESH_S` or there is none.
 function Weights:live()
     local stored, version = self.document:get()
     if not stored or self:age_s() > _M.FRESH_S then

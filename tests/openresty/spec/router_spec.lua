@@ -194,6 +194,8 @@ describe("router", function()
         { "the least full where all are full",
             { slots = { cpu = 4, gpu = 4, tpu = 4 }, in_tier = { cpu = 9, gpu = 5, tpu = 7 } },
             "gpu", "full" },
+        { "the fastest though the load is evened out", { factors = { tpu = 0.2 }, health = {} },
+            "tpu", "preferred" },
         { "by weight where all are unhealthy", { factors = { cpu = 0.2, gpu = 0.1, tpu = 0.1 } },
             "cpu", "policy" },
     }

@@ -12,7 +12,10 @@ describe("weight document", function()
             at = ngx.now(),
             classes = {
                 cpu = { factor = 1, utilisation = 0.5, temperature_c = cjson.null, slots = 8 },
-                gpu = { factor = 0.25, temperature_c = 86, memory_pressure = 0.3, in_flight = 3 },
+                gpu = {
+                    factor = 0.25, health = 0.5, temperature_c = 86, memory_pressure = 0.3,
+                    in_flight = 3,
+                },
             },
             degrade_level = 1,
         }
@@ -33,6 +36,7 @@ describe("weight document", function()
         local live = weights.new(dict, ngx.now):live()
         assert.same({ cpu = 1, gpu = 0.25 }, live.factors)
         assert.same({ cpu = 8 }, live.slots)
+        assert.same({ cpu = 1, gpu = 0.5 }, live.health)
         assert.equal(1, live.degrade_level)
         assert.is_false(live.is_stale)
     end)
@@ -91,6 +95,10 @@ describe("weight document", function()
             function()
                 return (sent({ classes = { cpu = { factor = 7 } } }):gsub(":7", ":NaN"))
             end,
+        },
+        {
+            "health is 2",
+            function() return sent({ classes = { cpu = { factor = 1, health = 2 } } }) end,
         },
         {
             "slots is %-1",

@@ -122,6 +122,17 @@ def test_gap_beyond_the_limit_moves_traffic_by_rare_small_steps() -> None:
     assert sum(step < 1 for step in steps) <= 15
 
 
+def test_class_that_is_only_busy_stays_healthy_and_a_hot_one_does_not() -> None:
+    weights = DeviceWeights(["cpu", "gpu"], CONFIG)
+    beyond = {"cpu": reading(utilisation=0.95), "gpu": reading(utilisation=0.3)}
+    run(weights, 30, beyond)
+    busy = weights.update(31.0, beyond)
+    assert busy.factors["cpu"] < busy.health["cpu"] == 1.0
+    hot = weights.update(32.0, {"cpu": reading(temperature_c=90.0), "gpu": reading(workers=0)})
+    assert hot.health["cpu"] <= 0.4
+    assert hot.health["gpu"] == 0.0
+
+
 def test_heat_relief_is_not_undone_by_the_balance() -> None:
     weights = DeviceWeights(["cpu", "gpu"], CONFIG)
     # The hot class is less busy because traffic was taken from it.

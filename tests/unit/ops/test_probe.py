@@ -99,6 +99,7 @@ def test_document_has_what_is_known_and_nothing_else(bench: Bench) -> None:
         "classes": {
             "cpu": {
                 "factor": 1.0,
+                "health": 1.0,
                 "utilisation": 0.4,
                 "temperature_c": 50.0,
                 "memory_pressure": 0.3,
@@ -108,6 +109,7 @@ def test_document_has_what_is_known_and_nothing_else(bench: Bench) -> None:
             },
             "gpu": {
                 "factor": 1.0,
+                "health": 1.0,
                 "utilisation": 0.5,
                 "temperature_c": 61.5,
                 "in_flight": 3,
@@ -153,6 +155,7 @@ def test_sensor_that_lies_moves_no_traffic(bench: Bench, lie: dict[str, Any]) ->
     assert document is not None
     assert document["classes"]["gpu"] == {
         "factor": 1.0,
+        "health": 1.0,
         "in_flight": 3,
         "slots": 8,
         "emulated": True,
@@ -175,7 +178,12 @@ def test_silent_or_draining_worker_does_not_count(bench: Bench) -> None:
     }
     document = bench.run()
     assert document is not None
-    assert document["classes"]["gpu"] == {"factor": 0.0, "in_flight": 0, "emulated": False}
+    assert document["classes"]["gpu"] == {
+        "factor": 0.0,
+        "health": 0.0,
+        "in_flight": 0,
+        "emulated": False,
+    }
 
 
 def test_without_a_state_nothing_is_said_to_the_edge(
