@@ -214,7 +214,9 @@ class MergeConfig(_Section):
 
 class ProbeConfig(_Section):
     enabled: bool = Field(True, description="run the probe daemon that feeds weights back")
-    interval_s: float = Field(1.0, gt=0, le=60, description="time between readings")
+    interval_s: float = Field(
+        1.0, ge=0.1, le=2, description="time between readings; the edge forgets one after 5 s"
+    )
     webhook: str | None = Field(None, description="URL that alerts are posted to")
     hot_c: float = Field(85.0, gt=0, description="temperature from which a class gives up traffic")
     cool_c: float = Field(80.0, gt=0, description="temperature below which it gets it back")

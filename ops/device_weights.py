@@ -1,7 +1,7 @@
 """How much of its policy's traffic each device class should get now. Pure: the clock is given.
 
-A class's factor is the product of what heat, memory and the balance between the classes leave of
-it; 0 where no worker of it lives and another class has one.
+A class's factor is the product of what heat, memory, deaths and the balance between the classes
+leave of it; 0 where no worker of it lives and another class has one.
 """
 
 from __future__ import annotations
@@ -40,6 +40,9 @@ class DeviceWeights:
         self._heat = {name: Relief(config.hot_c, config.cool_c) for name in classes}
         full = config.memory_pressure
         self._memory = {name: Relief(full, full - _MEMORY_BAND) for name in self._heat}
+        # Its workers are back: that is not yet to say that they will stay.
+        self._absence = {name: Relief(1.0, 0.5) for name in self._heat}
+        self._has_lived: set[str] = set()
         self._links = Relief(_PCIE_HIGH, _PCIE_LOW, floor=0.0)
         self._balance = Balance(config.utilisation_gap)
         self._hot_c = config.hot_c
@@ -63,21 +66,29 @@ class DeviceWeights:
             for name, reading in classes.items()
         }
         balance = self._balance.update(now, comparable)
-        is_any_alive = any(reading.workers for reading in classes.values())
+        absent = self._absent(classes)
         factors: dict[str, float] = {}
         health: dict[str, float] = {}
         causes: dict[str, tuple[str, ...]] = {}
-        for name, reading in classes.items():
-            parts = {"heat": heat[name], "memory": memory[name], "balance": balance[name]}
-            is_dead = is_any_alive and not reading.workers
-            health[name] = 0.0 if is_dead else heat[name] * memory[name]
+        for name in classes:
+            is_lost = name in absent and name in self._has_lived
+            deaths = self._absence[name].update(now, float(is_lost))
+            health[name] = 0.0 if name in absent else heat[name] * memory[name] * deaths
             factors[name] = health[name] * balance[name]
+            parts = {"heat": heat[name], "memory": memory[name], "deaths": deaths}
+            parts["balance"] = balance[name]
             why = tuple(part for part, value in parts.items() if value < 1.0)
-            if is_dead or why:
-                causes[name] = ("no live worker",) if is_dead else why
+            if name in absent or why:
+                causes[name] = ("no live worker",) if name in absent else why
         links = [r.device.pcie for r in classes.values() if r.device.pcie is not None]
         draft_factor = self._links.update(now, max(links, default=None))
         return Weights(factors, health, draft_factor, causes)
+
+    def _absent(self, classes: Mapping[str, ClassReading]) -> set[str]:
+        """Classes without a live worker; none of them where no class has one."""
+        alive = {name for name, reading in classes.items() if reading.workers}
+        self._has_lived |= alive
+        return set(classes) - alive if alive else set()
 
     def _temperature(self, reading: ClassReading) -> float | None:
         # A device that throttles itself is too hot, whatever its sensor says.

@@ -95,6 +95,38 @@ def test_class_without_workers_gets_nothing_while_another_has_one() -> None:
     assert run(weights, 1, {"cpu": reading(workers=0)}, 1.0) == {"cpu": 1.0, "gpu": 1.0}
 
 
+def test_class_whose_workers_start_late_gets_its_traffic_with_the_first_of_them() -> None:
+    weights = DeviceWeights(["cpu", "gpu"], CONFIG)
+    assert run(weights, 30, {"cpu": reading(), "gpu": reading(workers=0)})["gpu"] == 0.0
+    assert run(weights, 1, {"cpu": reading(), "gpu": reading()}, 30.0)["gpu"] == 1.0
+
+
+def test_class_whose_workers_died_gets_its_traffic_back_by_and_by() -> None:
+    weights = DeviceWeights(["cpu", "gpu"], CONFIG)
+    both, one = {"cpu": reading(), "gpu": reading()}, {"cpu": reading(), "gpu": reading(workers=0)}
+    run(weights, 5, both)
+    assert run(weights, 1, one, 5.0)["gpu"] == 0.0
+    seen = [run(weights, 1, both, 6.0 + second)["gpu"] for second in range(10)]
+    assert seen[0] == pytest.approx(0.5)
+    assert seen == sorted(seen)
+    assert seen[-1] == 1.0
+
+
+def test_class_whose_workers_keep_dying_gets_less_each_time() -> None:
+    weights = DeviceWeights(["cpu", "gpu"], CONFIG)
+    both, one = {"cpu": reading(), "gpu": reading()}, {"cpu": reading(), "gpu": reading(workers=0)}
+    run(weights, 5, both)
+    best = []
+    for begin in range(5, 105, 20):
+        run(weights, 1, one, float(begin))
+        best.append(run(weights, 19, both, begin + 1.0)["gpu"])
+    assert best[0] == 1.0
+    assert best == sorted(best, reverse=True)
+    assert best[-1] < 0.6
+    # The other class's factor is its own.
+    assert run(weights, 1, both, 200.0)["cpu"] == 1.0
+
+
 def test_busy_pcie_link_lowers_drafting_across_devices_and_frees_it_again() -> None:
     weights = DeviceWeights(["gpu"], CONFIG)
     assert weights.update(0.0, {"gpu": reading(pcie=0.5)}).draft_factor == 1.0
