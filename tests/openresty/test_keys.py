@@ -161,13 +161,29 @@ def test_tokens_are_charged_by_estimate_and_corrected_by_the_true_counts(
     ask(edge, key, counts=[300, 200])
     assert 450 <= remaining() <= 500
     ask(edge, key, act="stream", counts=[100, 250])
-    assert 100 <= remaining() <= 150
+    before = remaining()
+    assert 100 <= before <= 150
+    assert ask(edge, key, act="json_error").status_code == 429
+    _leave_a_stream(edge, key, 30)
+    wait_until(lambda: sum(edge.in_flight()) == 0)
+    # The refused one cost nothing, the stream that was left what it had sent, and both estimates
+    # of the requests that ask for what remains are small.
+    assert before - 90 <= remaining() <= before - 30
     answer = ask(edge, key, pad="word " * 200)
     assert answer.status_code == 429
     assert "1000 tokens a minute" in error_of(answer.content)["message"]
     assert "x-should-retry" not in answer.headers
     answer = ask(edge, key, pad="word " * 20_000)
     assert (answer.status_code, answer.headers["x-should-retry"]) == (429, "false")
+
+
+def _leave_a_stream(edge: Edge, key: str, after_events: int) -> None:
+    body = {"act": "stream", "events": 1000, "interval_s": 0.01}
+    headers = {"Authorization": f"Bearer {key}"}
+    with httpx.stream("POST", edge.url + CHAT, json=body, headers=headers) as answer:
+        for count, _ in enumerate(line for line in answer.iter_lines() if line):
+            if count == after_events:
+                break
 
 
 def test_a_body_that_never_comes_does_not_keep_its_place(edge: Edge, make_key: Maker) -> None:

@@ -80,14 +80,15 @@ def test_header_patterns_hold_the_listed_values() -> None:
 @pytest.mark.parametrize("device_class", HEADERS["classes"])
 @pytest.mark.parametrize("tier", HEADERS["tiers"])
 def test_the_gateway_takes_what_the_edge_says(device_class: str, tier: str) -> None:
-    request = request_with(
-        {"X-Mirror-Device": device_class, "X-Mirror-Tier": tier, "X-Mirror-Tenant": "shop-1"}
-    )
-    request.context.request_id = "id-1"
+    headers = {
+        b"x-mirror-device": device_class.encode(),
+        b"x-mirror-tier": tier.encode(),
+        b"x-mirror-tenant": b"shop-1",
+    }
     pools: dict[config.DeviceClass, config.PoolConfig] = {
         name: config.PoolConfig() for name in typing.get_args(config.DeviceClass)
     }
-    caller = caller_of(request, config.Config(pools=pools))
+    caller = caller_of(headers, config.Config(pools=pools))
     assert (caller.device_class, caller.tier, caller.tenant) == (device_class, tier, "shop-1")
 
 
@@ -111,6 +112,14 @@ def test_the_gateway_keeps_the_request_ids_that_the_edge_keeps(sent: str) -> Non
 )
 def test_the_gateway_replaces_the_request_ids_that_the_edge_replaces(sent: str) -> None:
     assert id_given_to(sent) != sent
+
+
+@pytest.mark.parametrize("level", range(4))
+def test_the_gateway_takes_the_edges_degradation_level(level: int) -> None:
+    [header] = [one for one in HEADERS["request"] if one["name"] == "X-Mirror-Degrade"]
+    assert re.fullmatch(header["pattern"], str(level))
+    headers = {b"x-mirror-degrade": str(level).encode()}
+    assert caller_of(headers, config.Config()).degrade_level == level
 
 
 @pytest.mark.parametrize("case", ESTIMATE["cases"], ids=lambda case: case["name"])

@@ -147,11 +147,23 @@ def test_rendered_configuration_is_one_that_nginx_accepts(run: RunDir) -> None:
         done = subprocess.run([*spec.argv, "-t"], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr + log.read_text()
         assert "listen [::1]:18099;" in text
+        assert "listen 127.0.0.1:19099;" in text
+        assert "may_be_open = true" in text
         # Later than the gateway's own limit, which has the right error.
         assert "proxy_read_timeout 13s;" in text
         assert f"unix:{run.gateway_socket(1)}" in text
     finally:
         claim.release()
+
+
+def test_edge_is_closed_without_keys_where_others_can_reach_it(run: RunDir) -> None:
+    nginx = edge.Nginx(Path("nginx"), ())
+    for host, opening in (("0.0.0.0", "false"), ("127.0.0.1", "true"), ("localhost", "true")):
+        config = load(overrides=[f"server.host={host}"], environ={})
+        text = edge.render(config, run, nginx, Path("nginx.log"))
+        assert f"may_be_open = {opening}" in text
+        # The admin server is nobody else's business either way.
+        assert "listen 127.0.0.1:9080;" in text
 
 
 def test_children_know_their_role_and_their_run_directory(run: RunDir) -> None:

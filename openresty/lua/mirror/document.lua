@@ -17,7 +17,7 @@ function Document:put(value)
     if not text then
         return nil, reason
     end
-    local is_stored, failure = self.dict:set(self.name .. "|text", text)
+    local is_stored, failure = self.dict:safe_set(self.name .. "|text", text)
     if not is_stored then
         return nil, failure
     end

@@ -1,6 +1,7 @@
 --- A stream of server-sent events on its way to the client: whole events only, and an error event
 -- as the last one where the gateway was lost. `prompt_tokens` and `completion_tokens` are those
--- that the gateway told at the end, and nil before.
+-- that the gateway told at the end, and nil before; `chunks` counts the writes of whole events,
+-- each of a token or more.
 
 local byte, sub, match = string.byte, string.sub, string.match
 
@@ -9,7 +10,7 @@ local EventStream = {}
 EventStream.__index = EventStream
 
 function _M.new()
-    return setmetatable({ tail = "", is_open = false }, EventStream)
+    return setmetatable({ tail = "", is_open = false, chunks = 0 }, EventStream)
 end
 
 -- A gateway ends a stream with a comment that is meant for the edge: its counts of tokens.
@@ -41,6 +42,7 @@ function EventStream:pass(chunk, is_last)
         self.tail = ""
     end
     if sub(chunk, -2) == "\n\n" then
+        self.chunks = self.chunks + 1
         return take_usage(self, chunk), false
     end
     if is_last then

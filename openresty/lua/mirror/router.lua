@@ -101,13 +101,37 @@ local function preferred(self, rule, health, slots, flight)
     return best, best and "full"
 end
 
+-- Where the factors hold back every class of the bucket, a part of its requests goes to the classes
+-- of the fallback that it leaves out and that are better off: otherwise a bucket of one class would
+-- send it everything, however hot it is. `best` of `most`: the highest factor within and without.
+local function relieved(self, shares, base, factors, headroom)
+    local best, most, others = 0, 0, {}
+    for _, class in ipairs(self.classes) do
+        local factor = factors[class] or 1
+        if (base[class] or 0) > 0 then
+            best = max(best, factor)
+        else
+            most = max(most, factor)
+            others[class] = self.policy.fallback[class]
+        end
+    end
+    local elsewhere = most > best and scaled(self, others, factors, headroom)
+    if not elsewhere then
+        return shares
+    end
+    for class, share in pairs(shares) do
+        shares[class] = share * best / most + elsewhere[class] * (1 - best / most)
+    end
+    return shares
+end
+
 -- Shares, and the rule that they come from.
 local function weighted(self, base, factors, headroom, relief)
     local fallback = self.policy.fallback
     if base then
         local shares = scaled(self, base, factors, headroom)
         if shares then
-            return shares, "policy"
+            return relieved(self, shares, base, factors, headroom), "policy"
         end
     end
     local shares = scaled(self, fallback, factors, headroom)

@@ -41,10 +41,21 @@ local function note_error(estimate, prompt)
     edge.metrics:add("mirror_edge_prompt_estimates_total|" .. label, 1)
 end
 
+-- The tokens of an answer that nobody counted: none where it was refused; where a client left a
+-- stream, about those that it has seen, or leaving early would be free.
+local function guess(ctx, status)
+    if status >= 400 and status ~= 499 then
+        return 0
+    end
+    return ctx.charge.tokens + (ctx.event_stream and ctx.event_stream.chunks or 0)
+end
+
 --- After the answer: learn from the true counts and correct the tenant's charge.
 function _M.settle(ctx)
-    local prompt, completion = told(ctx, ngx.var)
+    local var = ngx.var
+    local prompt, completion = told(ctx, var)
     if not prompt or prompt < 1 then
+        edge.admission:settle(ctx.caller, ctx.charge, guess(ctx, tonumber(var.status) or 0))
         return
     end
     note_error(ctx.estimate, prompt)

@@ -22,7 +22,7 @@ describe("shared document", function()
         local mine = document.new(dict, "d")
         mine:put({ a = 1 })
         assert.is_nil((mine:put({ a = 0 / 0 })))
-        dict.set = function()
+        dict.safe_set = function()
             return nil, "no memory"
         end
         assert.same({ nil, "no memory" }, { mine:put({ a = 3 }) })

@@ -32,6 +32,13 @@ function Dict:set(key, value, ttl)
     return true
 end
 
+function Dict:safe_set(key, value, ttl)
+    if self.values[key] == nil and not has_room(self) then
+        return nil, "no memory"
+    end
+    return self:set(key, value, ttl)
+end
+
 function Dict:add(key, value, ttl)
     if self:get(key) ~= nil then
         return false, "exists"

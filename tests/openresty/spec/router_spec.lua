@@ -72,6 +72,33 @@ describe("router", function()
         assert.same({ cpu = 0, gpu = 1 }, shares(r, { prompt_tokens = 1000 }))
     end)
 
+    it("moves what a hot class gives up out of a bucket that has no other class", function()
+        local r = router.new(policy, { "cpu", "gpu" })
+        local long, hot = { prompt_tokens = 1000 }, { factors = { gpu = 0.4 } }
+        assert.same({ cpu = 0.6, gpu = 0.4 }, shares(r, long, hot))
+        assert.same({ cpu = 0, gpu = 1 }, shares(r, long, { factors = { gpu = 1 } }))
+        assert.same({ cpu = 0.1, gpu = 0.9 }, shares(r, long, { factors = { gpu = 0.9 } }))
+        local counts = shares_of(function()
+            return r:choose(long, hot)
+        end, 1000)
+        assert.is_true(math.abs(counts.gpu - 400) <= 1)
+    end)
+
+    it("keeps the bucket's traffic in it while one of its classes is well", function()
+        local r = router.new(policy, ALL)
+        local hot = { factors = { gpu = 0.4 } }
+        assert.same({ cpu = 0, gpu = 0.211, tpu = 0.789 }, shares(r, { prompt_tokens = 50 }, hot))
+        hot.factors.tpu = 0.5
+        assert.same({ cpu = 0.5, gpu = 0.174, tpu = 0.326 }, shares(r, { prompt_tokens = 50 }, hot))
+        hot.factors.cpu = 0.5
+        assert.same({ cpu = 0, gpu = 0.348, tpu = 0.652 }, shares(r, { prompt_tokens = 50 }, hot))
+    end)
+
+    it("leaves a hot class its traffic where there is no other", function()
+        local r = router.new(policy, { "gpu" })
+        assert.same({ gpu = 1 }, shares(r, { prompt_tokens = 50 }, { factors = { gpu = 0.1 } }))
+    end)
+
     it("falls back where none of a bucket's classes is there", function()
         local r = router.new(policy, { "cpu" })
         assert.same({ cpu = 1 }, shares(r, { prompt_tokens = 1000 }))
