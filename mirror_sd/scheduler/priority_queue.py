@@ -120,10 +120,9 @@ class PriorityQueue:
         self._tier(ticket).take(pick.entry)
         self._count -= 1
         self._drain.record()
-        if not self._tiers[_STANDARD]:
-            self._backlog_drain.forget()
-        elif not ticket.is_vip:
+        if not ticket.is_vip:
             self._backlog_drain.record()
+        self._note_empty()
         return self._clock() - pick.entry.queued_at
 
     def pop(self) -> tuple[Ticket, float]:
@@ -139,6 +138,7 @@ class PriorityQueue:
             entry = tier.remove(request_id)
             if entry is not None:
                 self._count -= 1
+                self._note_empty()
                 return entry.ticket
         return None
 
@@ -185,6 +185,10 @@ class PriorityQueue:
 
     def _is_overdue(self, entry: Entry) -> bool:
         return self._clock() - entry.queued_at >= self._rules.max_wait_s * _PROMOTED_AT
+
+    def _note_empty(self) -> None:
+        if not self._tiers[_STANDARD]:
+            self._backlog_drain.forget()
 
     def _check_room(self, ticket: Ticket) -> None:
         if len(self) >= self._rules.limit_of(ticket):

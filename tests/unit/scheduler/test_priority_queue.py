@@ -301,8 +301,11 @@ def test_a_burst_after_calm_is_not_refused_for_how_little_came_before() -> None:
     clock = Clock()
     queue = PriorityQueue(rules(max_wait_s=5.0), clock)
     for i in range(40):
-        queue.push(ticket(f"calm{i}"))
+        for name in (f"calm{i}", f"pair{i}", f"third{i}"):
+            queue.push(ticket(name))
         queue.pop()
+        queue.pop()
+        queue.remove(f"third{i}")
         clock.now += 2
     for i in range(200):
         queue.push(ticket(f"burst{i}"))
