@@ -117,12 +117,12 @@ local function relieved(self, shares, base, factors, headroom)
     end
     local elsewhere = most > best and scaled(self, others, factors, headroom)
     if not elsewhere then
-        return shares
+        return shares, "policy"
     end
     for class, share in pairs(shares) do
         shares[class] = share * best / most + elsewhere[class] * (1 - best / most)
     end
-    return shares
+    return shares, "relieved"
 end
 
 -- Shares, and the rule that they come from.
@@ -131,7 +131,7 @@ local function weighted(self, base, factors, headroom, relief)
     if base then
         local shares = scaled(self, base, factors, headroom)
         if shares then
-            return relieved(self, shares, base, factors, headroom), "policy"
+            return relieved(self, shares, base, factors, headroom)
         end
     end
     local shares = scaled(self, fallback, factors, headroom)
@@ -159,8 +159,8 @@ end
 --
 -- `bucket`, `band`: indexes; `base`: the shares of the policy, nil where it gives none; `shares`
 -- (they add up to 1); `class`, where the tier's preference settles it; `rule`: "preferred",
--- "policy", "spilled" (the policy's own classes have no room), "full" (none has), "unhealthy" (the
--- factors leave nothing and are ignored); `headroom`.
+-- "policy", "relieved" (the policy's own classes are held back), "spilled" (they have no room),
+-- "full" (none has), "unhealthy" (the factors leave nothing and are ignored); `headroom`.
 function Router:weigh(request, live)
     local policy = self.policy
     local bucket, bucket_rule = step_of(policy.prompt_buckets, request.prompt_tokens)

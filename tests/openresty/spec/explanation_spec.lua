@@ -50,6 +50,11 @@ describe("explanation", function()
             {},
             { slots = { cpu = 1, gpu = 1 }, in_flight = { cpu = 1, gpu = 1 } },
         },
+        {
+            "so better ones take a part: cpu 0.600, gpu 0.400",
+            { prompt_tokens = 90 },
+            { factors = { gpu = 0.4 } },
+        },
         { "so they are ignored", {}, { factors = { cpu = 0, gpu = 0 } } },
     }
     for _, case in ipairs(cases) do
