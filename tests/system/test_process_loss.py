@@ -107,14 +107,16 @@ def running_sequences(stack: Stack, count: int) -> bool:
 def test_a_gateway_that_dies_before_it_answered_is_replaced_by_the_other(mortal: Stack) -> None:
     answers: list[str] = []
 
-    def ask() -> None:
+    def ask(number: int) -> None:
+        # A bias of nothing: the same answer, and yet not the same request, which would be merged.
+        alone = {"logit_bias": ENDLESS["logit_bias"] | {"3": number * 1e-9}}
         with mortal.http() as http:
-            answers.append(undisturbed(http, ENDLESS, 2000))
+            answers.append(undisturbed(http, ENDLESS | alone, 2000))
 
     with mortal.http() as http:
         expected = undisturbed(http, ENDLESS, 2000)
     retries = mortal.total("mirror_edge_retries_total")
-    threads = [threading.Thread(target=ask) for _ in range(2)]
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(2)]
     # Least in flight: the second goes to the other gateway, but only if the first is counted by
     # then (two nginx workers that look at the same moment may choose the same one).
     for count, thread in enumerate(threads, start=1):
@@ -140,7 +142,7 @@ def test_a_stream_whose_gateway_dies_ends_with_an_error_event(mortal: Stack) -> 
     def read() -> None:
         with mortal.client() as client:
             stream = client.completions.create(
-                model=MODEL, prompt=PROMPT, max_tokens=96, temperature=0, stream=True
+                model=MODEL, prompt=PROMPT, max_tokens=600, stream=True, **ENDLESS
             )
             try:
                 for number, _ in enumerate(stream):
