@@ -79,10 +79,15 @@ class Traffic:
     """Short requests at a steady rate from some threads; `statuses` counts how they ended."""
 
     def __init__(
-        self, stack: Stack, threads: int = 4, every_s: float = 0.15, max_tokens: int = 4
+        self,
+        stack: Stack,
+        threads: int = 4,
+        every_s: float = 0.15,
+        max_tokens: int = 4,
+        prompt: str = "A short one",
     ) -> None:
         self.stack = stack
-        self._body = PROMPT | {"max_tokens": max_tokens}
+        self._body = PROMPT | {"max_tokens": max_tokens, "prompt": prompt}
         self.statuses: Counter[int | str] = Counter()
         self._every_s = every_s
         self._is_over = threading.Event()
@@ -167,6 +172,20 @@ def test_hot_gpu_gives_up_its_share_within_3_s_and_gets_it_back_without_swinging
     until(lambda: len(receiver.alerts) >= 2, 20.0, "an alert and its end at the webhook")
     told = [(alert["alert"], alert["class"], alert["state"]) for alert in receiver.alerts]
     assert told == [("MirrorDeviceHot", "gpu", "firing"), ("MirrorDeviceHot", "gpu", "resolved")]
+
+
+def test_hot_gpu_gives_up_long_prompts_too_though_the_policy_names_it_alone(
+    probed: Stack,
+) -> None:
+    set_device(probed, "gpu", 90.0)
+    until(lambda: factor(probed) < 0.5, 5.0, "a lower factor for the hot class")
+    with Traffic(probed, prompt="A long one. " * 60) as traffic:
+        assert traffic.gpu_share(4.0) < 0.5
+        set_device(probed, "gpu")
+        # Not all of it: it was hot a moment ago as well.
+        until(lambda: factor(probed) > 0.8, 20.0, "its share given back")
+        assert traffic.gpu_share(3.0) > 0.7
+    assert set(traffic.statuses) == {200}, traffic.statuses
 
 
 def test_probe_that_hangs_is_forgotten_within_5_s_and_believed_again_when_it_wakes(
