@@ -52,6 +52,24 @@ describe("token rates", function()
         assert.is_true(math.abs(ascii - 0.22) < 0.05, ascii)
     end)
 
+    it("are not made sure of themselves by an odd first body", function()
+        rates:learn("m", 60, 0, 1, policy)
+        rates:learn("m", 0, 6, 3000, policy)
+        learn("m", 50)
+        local ascii, other = rates:of("m", policy)
+        assert.is_true(math.abs(ascii - 0.22) < 0.01, ascii)
+        assert.is_true(math.abs(other - 0.6) < 0.06, other)
+    end)
+
+    it("approach those of a model that is far from the policy's", function()
+        for index = 1, 100 do
+            rates:learn("m", 100 + 10 * index, 0, 2 * (100 + 10 * index), policy)
+            rates:learn("n", 100 + 10 * index, 0, 0.02 * (100 + 10 * index), policy)
+        end
+        assert.is_true(math.abs(rates:of("m", policy) - 2) < 0.1)
+        assert.is_true(math.abs(rates:of("n", policy) - 0.02) < 0.001)
+    end)
+
     it("stay finite and positive whatever is taught", function()
         math.randomseed(3)
         for _ = 1, 3000 do
@@ -62,7 +80,7 @@ describe("token rates", function()
         for _, rate in ipairs({ rates:of("m", policy) }) do
             assert.is_true(rate >= 0.01 and rate <= 4)
         end
-        learn("m", 300)
+        learn("m", 1000)
         local ascii, other = rates:of("m", policy)
         assert.is_true(math.abs(ascii - 0.22) < 0.03, ascii)
         assert.is_true(math.abs(other - 0.6) < 0.1, other)
@@ -71,6 +89,7 @@ describe("token rates", function()
     local counts = contract.read("prompt_counts")
     for seed = 1, 4 do
         it("give 9 of 10 estimates within 25 % after 50 requests, order " .. seed, function()
+            rates:learn(counts.model, 90, 0, 1, policy)
             math.randomseed(seed)
             local bodies = counts.bodies
             for index = #bodies, 2, -1 do
