@@ -23,7 +23,8 @@ CLIENTS = 64
 def busy() -> Iterator[Stack]:
     """A KV cache so small that all of it is soon in use: untouched pages of a large one would look
     like growth."""
-    with started(["engine.kv_cache_mb=64"]) as running:
+    # The load is the point: on a machine that others use too, it must not be shed for its latency.
+    with started(["engine.kv_cache_mb=64", "probe.inter_token_p99_ms=60000"]) as running:
         yield running
 
 
