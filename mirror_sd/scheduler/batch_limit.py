@@ -17,16 +17,19 @@ _GROWTHS = 16
 # shrinking, tokens that come sooner by this part.
 _GAIN = 0.25
 _RELIEF = 0.05
-# Intervals that must pass before what a change does can be seen, and after one was undone.
-_SETTLE = 2
+# Intervals are judged by the window, because one holds a few steps only on a slow device; the first
+# window after a change is not judged, nor any for a while after a change was undone.
+_WINDOW_S = 2.0
+_SETTLE = 1
 _REST_S = 15.0
 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """What a worker did between two heartbeats: `running` sequences, `tokens` in `seconds`."""
+    """What a worker did between two heartbeats: `running` sequences (on average), `tokens` in
+    `seconds`."""
 
-    running: int
+    running: float
     tokens: int
     seconds: float
 
@@ -38,6 +41,11 @@ class Interval:
     def inter_token_s(self) -> float:
         """Of one sequence, on average."""
         return self.seconds * self.running / self.tokens
+
+    def and_then(self, other: Interval) -> Interval:
+        seconds = self.seconds + other.seconds
+        running = (self.running * self.seconds + other.running * other.seconds) / seconds
+        return Interval(running, self.tokens + other.tokens, seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +63,7 @@ class BatchLimit:
         self.limit = slots
         self._slots = slots
         self._target_s = target_s
+        self._window: Interval | None = None
         self._trial: _Trial | None = None
         self._seen = 0
         self._rest_s = 0.0
@@ -62,13 +71,21 @@ class BatchLimit:
     def observe(self, interval: Interval) -> None:
         """Take note of an interval; one without tokens says nothing."""
         if interval.tokens < 1 or interval.running < 1 or interval.seconds <= 0:
+            self._window = None
             return
+        window = interval if self._window is None else self._window.and_then(interval)
+        is_whole = window.seconds >= _WINDOW_S
+        self._window = None if is_whole else window
+        if is_whole:
+            self._judge_window(window)
+
+    def _judge_window(self, interval: Interval) -> None:
         self._rest_s = max(0.0, self._rest_s - interval.seconds)
         if self._trial is not None:
             self._judge(self._trial, interval)
         elif interval.running > 1 and interval.inter_token_s > self._target_s:
             self._try(int(min(self.limit, interval.running) * _SHRINK), interval)
-        elif interval.running >= self.limit:
+        elif interval.running > self.limit - 1:
             self._try(self.limit + max(1, self._slots // _GROWTHS), interval)
 
     def _try(self, limit: int, interval: Interval) -> None:

@@ -22,6 +22,10 @@ from mirror_sd.scheduler.priority_queue import Pick, PriorityQueue, QueueRules
 from mirror_sd.scheduler.roster import Roster
 from mirror_sd.scheduler.ticket import Ticket
 
+# How long one that is served because of its age or its tier's share is safe from displacement: it
+# gets on in its turn, but a long answer does not hold its slot against VIP.
+_ENTITLED_S = 5.0
+
 
 @dataclass(frozen=True, slots=True)
 class DispatchRules:
@@ -48,8 +52,10 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class _Running:
+    """`safe_until`: not to be displaced before."""
+
     ticket: Ticket
-    is_entitled: bool
+    safe_until: float
 
 
 def _no_preference(request_id: str) -> str | None:
@@ -112,7 +118,7 @@ class Dispatcher:
         """Put this ticket in the place of the one with its id, waiting or running."""
         running = self._running.get(ticket.request_id)
         if running is not None:
-            self._running[ticket.request_id] = _Running(ticket, running.is_entitled)
+            self._running[ticket.request_id] = _Running(ticket, running.safe_until)
         else:
             self._queues[ticket.device_class].replace(ticket)
 
@@ -231,7 +237,8 @@ class Dispatcher:
         if ticket.is_vip:
             self._freed.discard(ticket.device_class)
         self.roster.give(ticket.request_id, worker_id)
-        self._running[ticket.request_id] = _Running(ticket, pick.is_entitled)
+        safe_until = self._clock() + _ENTITLED_S if pick.is_entitled else -math.inf
+        self._running[ticket.request_id] = _Running(ticket, safe_until)
         served_by = self.roster.class_of(worker_id)
         is_other = served_by != ticket.device_class
         is_stolen = is_other and self.roster.accepts(ticket.device_class)
@@ -240,10 +247,11 @@ class Dispatcher:
     def _candidates(
         self, classes: Sequence[str], tokens_left: Callable[[Ticket], int]
     ) -> list[Candidate]:
+        now = self._clock()
         found: list[Candidate] = []
         for request_id in self.roster.running(classes):
             running = self._running[request_id]
-            if not running.ticket.is_vip and not running.is_entitled:
+            if not running.ticket.is_vip and now >= running.safe_until:
                 found.append(Candidate(request_id, tokens_left(running.ticket)))
         return found
 

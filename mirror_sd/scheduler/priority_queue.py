@@ -2,7 +2,8 @@
 
 Which one is next:
 
-    1. a standard one that has waited nearly `max_wait_s`, the longest waiting first
+    1. a standard one that has waited nearly `max_wait_s`, the longest waiting first, but while VIP
+       waits too only every second time
     2. while both tiers wait, a standard one each time that its share of the dispatches is due
     3. VIP before standard
 
@@ -22,10 +23,13 @@ from mirror_sd.scheduler.fair_queue import Entry, FairQueue, OrderKey
 from mirror_sd.scheduler.ticket import TIERS, Ticket
 
 _VIP, _STANDARD = TIERS
-# Of `max_wait_s`: a standard request goes before VIP a little early, so that it is served by then.
+# Of `max_wait_s`: a standard request goes before VIP a little early, so that it is served by then,
+# and is refused when a wait is foreseen that is still shorter: or under steady overload all would
+# wait just long enough to go before VIP.
 _PROMOTED_AT = 0.8
-# Departures that must have been seen before a longer wait than `max_wait_s` is foreseen.
-_EVIDENCE = 16
+_REFUSED_AT = 0.6
+# Departures that must have been seen before a wait is foreseen.
+_EVIDENCE = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +74,8 @@ class PriorityQueue:
         # Of standard requests since there were last none.
         self._backlog_drain = DrainRate(clock)
         self._count = 0
+        # Whether the last one passed a VIP because of its age: the next one does not.
+        self._has_passed = False
         # The part of a dispatch that standard is owed.
         self._owed = 0.0
 
@@ -85,7 +91,7 @@ class PriorityQueue:
         return len(self) >= self._rules.limit
 
     def push(self, ticket: Ticket) -> None:
-        """Raises `QueueFull` at the limit, or where a standard request would wait for more than
+        """Raises `QueueFull` at the limit, or where a standard request might wait for more than
         `max_wait_s`, but never for one that is resumed; `ValueError` if the id is waiting."""
         if ticket.request_id in self:
             raise ValueError(f"{ticket.request_id} is waiting already")
@@ -101,7 +107,8 @@ class PriorityQueue:
         if vip is not None and vip_first:
             return Pick(vip, 1, is_entitled=False)
         oldest = self._tiers[_STANDARD].oldest()
-        if oldest is not None and self._is_overdue(oldest):
+        is_overdue = oldest is not None and self._is_overdue(oldest)
+        if oldest is not None and is_overdue and not (vip is not None and self._has_passed):
             return Pick(oldest, 0, is_entitled=True)
         if standard is None:
             return None if vip is None else Pick(vip, 1, is_entitled=False)
@@ -114,6 +121,7 @@ class PriorityQueue:
     def take(self, pick: Pick) -> float:
         """Take out what `pick` gave, to be served; the seconds it waited."""
         ticket = pick.ticket
+        self._has_passed = pick.rank == 0
         if all(self._tiers.values()):
             served = 0.0 if ticket.is_vip else 1.0
             self._owed = min(1.0, max(0.0, self._owed + self._rules.standard_share - served))
@@ -202,9 +210,10 @@ class PriorityQueue:
     def _check_foreseen_wait(self, ticket: Ticket) -> None:
         ahead = len(self._tiers[_STANDARD])
         wait_s = self._backlog_drain.wait_s(ahead, _EVIDENCE)
-        if wait_s is not None and wait_s > self._rules.max_wait_s:
+        limit_s = self._rules.max_wait_s * _REFUSED_AT
+        if wait_s is not None and wait_s > limit_s:
             raise QueueFull(
-                f"a standard request would wait for {wait_s:.0f} s for {ticket.device_class}, "
-                f"longer than the {self._rules.max_wait_s:g} s that are allowed",
-                retry_after_s=min(60.0, max(1.0, wait_s - self._rules.max_wait_s)),
+                f"a standard request would wait for {wait_s:.0f} s for {ticket.device_class}; "
+                f"{self._rules.max_wait_s:g} s are allowed, and no wait is certain",
+                retry_after_s=min(60.0, max(1.0, wait_s - limit_s)),
             )

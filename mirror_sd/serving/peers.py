@@ -85,7 +85,7 @@ class Worker:
             self.progressed_at = now
         if last is not None and now > self.beaten_at:
             # Of a sequence that came or went in between, half its time is counted.
-            running = max(1, (heartbeat.running + last.running + 1) // 2)
+            running = (heartbeat.running + last.running) / 2
             made = heartbeat.tokens - last.tokens
             self.batch.observe(Interval(running, made, now - self.beaten_at))
         self.load = heartbeat

@@ -393,7 +393,10 @@ def test_one_whose_turn_it_was_by_age_or_share_is_not_displaced() -> None:
     dispatcher.roster.join("w0", "cpu", 1)
     dispatcher.enqueue(ticket("v", tier="vip"))
     assert assignments(dispatcher) == [("old", "w0")]
+    clock.now += 4.9
     assert dispatcher.next_displaced(left) is None
+    clock.now += 0.2
+    assert dispatcher.next_displaced(left) == "old", "it has had its time"
 
 
 def test_a_slot_that_was_made_free_for_a_vip_goes_to_it() -> None:
