@@ -15,13 +15,16 @@ _GAPS = "mirror_gateway_inter_token_latency_seconds"
 _DRAFTED = "mirror_worker_drafted_tokens_total"
 _ACCEPTED = "mirror_worker_accepted_tokens_total"
 _RESTARTS = "mirror_pool_worker_restarts_total"
-_WANTED = (f"{_GAPS}_bucket", _DRAFTED, _ACCEPTED, _RESTARTS)
+WANTED = (f"{_GAPS}_bucket", _DRAFTED, _ACCEPTED, _RESTARTS)
 
+# Where 10 s hold too few gaps for a quantile, three times as long may do.
 _LATENCY_WINDOW_S = 10.0
-_DRAFT_WINDOW_S = 30.0
+_LONG_WINDOW_S = 30.0
 _RESTART_WINDOW_S = 600.0
 # Fewer say nothing about a hundredth of them, or about a share.
 _FEWEST_GAPS = 100
+# And with fewer than these in the last 10 s nothing is served any more.
+_FEWEST_RECENT_GAPS = 10
 _FEWEST_DRAFTED = 200
 
 
@@ -38,7 +41,7 @@ class Counts:
 def parse(text: str) -> Counts:
     """The counters in a scrape; raises `ValueError` where it cannot be read."""
     # Four families of forty: reading the others as well takes ten times as long.
-    lines = [line for line in text.splitlines() if line.startswith(_WANTED)]
+    lines = [line for line in text.splitlines() if line.startswith(WANTED)]
     gaps: dict[float, float] = defaultdict(float)
     totals: dict[str, float] = defaultdict(float)
     restarts: dict[str, float] = defaultdict(float)
@@ -69,7 +72,7 @@ class ServiceWindow:
             self._recent.clear()
             self._old.clear()
         self._recent.append((now, counts))
-        while self._recent[0][0] < now - _DRAFT_WINDOW_S:
+        while self._recent[0][0] < now - _LONG_WINDOW_S:
             self._recent.popleft()
         if not self._old or now - self._old[-1][0] >= 10.0:
             self._old.append((now, counts.restarts))
@@ -81,9 +84,10 @@ class ServiceWindow:
         if not self._recent or now - self._recent[-1][0] > _LATENCY_WINDOW_S:
             return ServiceReading()
         latest = self._recent[-1][1]
-        before = self._at(now - _LATENCY_WINDOW_S).gaps
-        gaps = {bound: count - before.get(bound, 0.0) for bound, count in latest.gaps.items()}
         first = self._recent[0][1]
+        gaps = _since(self._at(now - _LATENCY_WINDOW_S), latest)
+        if _FEWEST_RECENT_GAPS <= max(gaps.values(), default=0.0) < _FEWEST_GAPS:
+            gaps = _since(first, latest)
         drafted = latest.drafted - first.drafted
         accepted = latest.accepted - first.accepted
         restarts = self._old[0][1]
@@ -105,6 +109,11 @@ class ServiceWindow:
                 break
             found = counts
         return found
+
+
+def _since(before: Counts, after: Counts) -> dict[float, float]:
+    """The gaps between two scrapes, by bound."""
+    return {bound: count - before.gaps.get(bound, 0.0) for bound, count in after.gaps.items()}
 
 
 def quantile(share: float, cumulative: Mapping[float, float]) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
+from mirror_sd.keys import KeyFile
 from tests.system.stack import MODEL, Stack, started, until
 from tests.unit.ops.small_edge import SmallEdge, small_edge
 
@@ -85,10 +87,14 @@ class Traffic:
         every_s: float = 0.15,
         max_tokens: int = 4,
         prompt: str = "A short one",
+        key: str = "",
     ) -> None:
         self.stack = stack
-        self._body = PROMPT | {"max_tokens": max_tokens, "prompt": prompt}
+        self._body = PROMPT | {"max_tokens": max_tokens}
+        self._prompt = prompt
+        self._number = itertools.count()
         self.statuses: Counter[int | str] = Counter()
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._every_s = every_s
         self._is_over = threading.Event()
         self._threads = [threading.Thread(target=self._send) for _ in range(threads)]
@@ -97,7 +103,10 @@ class Traffic:
         with self.stack.http() as http:
             while not self._is_over.wait(self._every_s):
                 try:
-                    self.statuses[http.post("/v1/completions", json=self._body).status_code] += 1
+                    # Identical requests would be one generation.
+                    body = self._body | {"prompt": f"{next(self._number)}. {self._prompt}"}
+                    answer = http.post("/v1/completions", json=body, headers=self._headers)
+                    self.statuses[answer.status_code] += 1
                 except httpx.HTTPError as error:
                     self.statuses[repr(error)] += 1
 
@@ -255,6 +264,7 @@ def test_status_shows_the_classes_their_devices_and_their_weights(probed: Stack)
         assert word in done.stdout
 
 
+@pytest.mark.slow
 def test_slow_tokens_degrade_service_step_by_step_and_fast_ones_restore_it(probed: Stack) -> None:
     """Last: 300 ms a step for a while."""
 
@@ -288,3 +298,30 @@ def test_slow_tokens_degrade_service_step_by_step_and_fast_ones_restore_it(probe
     steps = ("from 0 to 1", "from 1 to 2", "from 2 to 1", "from 1 to 0")
     assert [log.count(f"degradation goes {step}") for step in steps] == [1, 1, 1, 1]
     assert probed.total("mirror_probe_degrade_steps_total", direction="up") == 2.0
+
+
+def test_standard_requests_are_refused_last_and_vip_requests_never() -> None:
+    """Twice as many clients as slots, and a device that is far too slow."""
+    slow = ("engine=emulated", "emulation.latency_ms=300", "emulation.max_batch=8")
+    settings = [f"pools.cpu.{item}" for item in slow]
+    with started([*settings, "server.gateways=1", "scheduler.adaptive_batch=false"]) as stack:
+        file = KeyFile(stack.keys)
+        standard, vip = (file.add(tier, tier)[1] for tier in ("standard", "vip"))
+
+        def ask(key: str) -> httpx.Response:
+            with stack.http() as http:
+                headers = {"Authorization": f"Bearer {key}"}
+                return http.post("/v1/completions", json=PROMPT, headers=headers)
+
+        until(lambda: ask(standard).status_code == 200, 10.0, "keys that are known")
+        with Traffic(stack, threads=20, max_tokens=8, key=standard) as traffic:
+            until(lambda: edge(stack)["degrade_level"] == 3, 60.0, "the last step")
+            refused = ask(standard)
+            assert refused.status_code == 503
+            assert refused.json()["error"]["code"] == "degraded"
+            assert int(refused.headers["retry-after"]) >= 1
+            assert ask(vip).status_code == 200
+        assert traffic.statuses[200] > 20
+        assert set(traffic.statuses) == {200, 503}, traffic.statuses
+        document = stack.status()
+        assert document["degrade_level"] == 3

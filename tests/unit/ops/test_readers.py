@@ -16,6 +16,7 @@ from ops.readers import service
 from ops.readers.gpus import Gpus
 from ops.readers.host import Host
 from ops.readings import DeviceReading, share, temperature
+from tests.unit.ops.test_dashboards import declared
 
 
 class Nvml:
@@ -210,6 +211,25 @@ def test_latency_and_rejection_are_those_of_the_last_seconds() -> None:
     assert quiet.rejection_rate is None
     assert quiet.worker_restarts == {"gpu": 2.0}
     assert window.reading(80.0).worker_restarts == {}, "the last scrape is too old"
+
+
+def test_few_tokens_are_looked_at_for_longer_until_none_come() -> None:
+    own, gaps, *_ = registry()
+    window = service.ServiceWindow()
+    seen = {}
+    for second in range(0, 80, 2):
+        for _ in range(10 if second < 40 else 0):
+            gaps.labels("cpu", "vip").observe(0.3)
+        window.add(float(second), service.parse(generate_latest(own).decode()))
+        seen[second] = window.reading(float(second)).inter_token_p99_s
+    assert seen[10] is None, "50 tokens are too few to tell"
+    assert seen[38] == pytest.approx(0.497), "150 in half a minute are enough"
+    assert [seen[second] for second in range(52, 80, 2)] == [None] * 14
+
+
+def test_every_series_that_is_read_is_one_that_is_declared() -> None:
+    series = declared()
+    assert [name for name in service.WANTED if name not in series] == []
 
 
 def test_restarts_are_forgotten_after_ten_minutes() -> None:
