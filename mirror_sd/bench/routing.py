@@ -74,7 +74,7 @@ def command(
     overload: Annotated[float, typer.Option(min=0.1, help="Offered load by capacity.")] = 1.5,
     slowdown: Annotated[
         float, typer.Option(min=0.1, help="Stretch the steps of all emulated classes alike.")
-    ] = 1.0,
+    ] = 2.0,
     vip_share: Annotated[float, typer.Option(min=0.01, max=0.9)] = 0.1,
     dataset: Dataset = None,
     overrides: Overrides = None,
