@@ -338,6 +338,7 @@ _decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessa
 _head_decoder: msgspec.msgpack.Decoder[HeadFromWorker] = msgspec.msgpack.Decoder(HeadFromWorker)
 _item_decoder: msgspec.msgpack.Decoder[OutputHead] = msgspec.msgpack.Decoder(OutputHead)
 _chunk_decoder: msgspec.msgpack.Decoder[Chunk] = msgspec.msgpack.Decoder(Chunk)
+_chunks_decoder: msgspec.msgpack.Decoder[list[Chunk]] = msgspec.msgpack.Decoder(list[Chunk])
 _VERSION_BYTE = bytes([PROTOCOL_VERSION])
 # Of `Outputs` that are joined; one output alone may be larger.
 _JOINED_BYTES = 1024 * 1024
@@ -401,6 +402,15 @@ def decode_chunk(item: bytes | msgspec.Raw) -> Chunk:
     """The whole of a chunk whose head was read; raises `ProtocolError`."""
     try:
         return _chunk_decoder.decode(item)
+    except (msgspec.DecodeError, msgspec.ValidationError, RecursionError) as error:
+        raise ProtocolError(f"unreadable chunk: {error}") from error
+
+
+def decode_chunks(items: Sequence[bytes]) -> list[Chunk]:
+    """As `decode_chunk`, of many at once."""
+    array = b"\xdd" + len(items).to_bytes(4, "big") + b"".join(items)
+    try:
+        return _chunks_decoder.decode(array)
     except (msgspec.DecodeError, msgspec.ValidationError, RecursionError) as error:
         raise ProtocolError(f"unreadable chunk: {error}") from error
 

@@ -106,9 +106,7 @@ class MinHashMerger:
         self._rules = rules
         self._clock = clock
         self._exact: dict[tuple[Scope, bytes], Answer] = {}
-        self._index: SimilarityIndex[Answer] = SimilarityIndex(
-            rules.hint_similarity, lambda a: a.profile.signature
-        )
+        self._index: SimilarityIndex[Answer] = SimilarityIndex(rules.hint_similarity)
         self._finished: OrderedDict[Answer, int] = OrderedDict()
         self._by_scope: dict[Scope, OrderedDict[Answer, None]] = {}
         self._tokens_kept = 0
@@ -147,7 +145,7 @@ class MinHashMerger:
         if profile.exact:
             self._exact[answer.scope, profile.exact] = answer
         if profile.signature:
-            self._index.add(answer.scope, answer)
+            self._index.add(answer.scope, answer, profile.signature)
         return answer
 
     def finish(self, answer: Answer) -> None:

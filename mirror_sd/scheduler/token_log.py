@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import msgspec
 
 from mirror_sd.errors import ProtocolError
-from mirror_sd.messages import Chunk, decode_chunk
+from mirror_sd.messages import Chunk, decode_chunks
 
 
 class TokenLog:
@@ -21,7 +21,7 @@ class TokenLog:
 
     def __init__(self, delivered: Sequence[int], *, with_chunks: bool) -> None:
         self.is_broken = False
-        self._unread: list[bytes | msgspec.Raw] = []
+        self._unread: list[bytes] = []
         self._base = len(delivered)
         self._tokens = array("q")
         self._with_chunks = with_chunks
@@ -35,14 +35,13 @@ class TokenLog:
 
     def read(self) -> array[int]:
         """All tokens so far; not to be changed."""
-        unread, self._unread = self._unread, []
-        for item in unread:
+        if self._unread:
+            unread, self._unread = self._unread, []
             try:
-                chunk = decode_chunk(item)
+                for chunk in decode_chunks(unread):
+                    self._keep(chunk)
             except ProtocolError:
                 self.is_broken = True
-                break
-            self._keep(chunk)
         return self._tokens
 
     def add(self, chunk: Chunk) -> None:
@@ -82,10 +81,12 @@ class TokenLog:
 
     def _extend(self, index: int, tokens: Sequence[int]) -> None:
         known = len(self._tokens)
-        if index > known or index < 0:
-            self.is_broken = True
-            return
+        if index != known:
+            if not 0 <= index < known:
+                self.is_broken = True
+                return
+            tokens = tokens[known - index :]
         try:
-            self._tokens.extend(tokens[known - index :])
+            self._tokens.extend(tokens)
         except OverflowError:
             self.is_broken = True
