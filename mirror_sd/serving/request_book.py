@@ -73,13 +73,16 @@ class RequestBook:
         """Queue a request, or have it answered by a generation that there is; raises
         `CapacityError`, and then it is not in the book."""
         match = self._merging.match(submit)
+        source = match.source
         joined = None if match.join is None else self._generations.get(match.join.name)
         if joined is not None and joined.answer is match.join:
-            member = Member(gateway, len(submit.prompt))
-            self._merging.join(joined, submit, member, match.kind)
-            self._answered_by[submit.request_id] = joined
-            self._upgrade(joined, ticket)
-            return
+            if self._suits(joined, ticket):
+                member = Member(gateway, len(submit.prompt))
+                self._merging.join(joined, submit, member, match.kind)
+                self._answered_by[submit.request_id] = joined
+                self._upgrade(joined, ticket)
+                return
+            source = match.join
         name = submit.request_id
         if name in self._generations:
             # Its own first generation, which it has left, lives on for others.
@@ -93,7 +96,7 @@ class RequestBook:
             generation.followers[submit.request_id] = Member(gateway, len(submit.prompt))
         self._generations[name] = generation
         self._answered_by[submit.request_id] = generation
-        self._merging.begin(generation, submit, match.source)
+        self._merging.begin(generation, submit, source)
         self._returning.pop(submit.request_id, None)
 
     def withdraw(self, request_id: str) -> None:
@@ -212,6 +215,15 @@ class RequestBook:
         if not all(generation.members() for generation in self._generations.values()):
             raise AssertionError("a generation that nobody wants")
         self._merging.check_integrity()
+
+    def _suits(self, generation: Generation, ticket: Ticket) -> bool:
+        """Whether the class that serves it will do: a VIP is not held to the pace of another."""
+        roster = self._dispatcher.roster
+        worker_id = roster.holder(generation.name)
+        served_by = generation.ticket.device_class
+        if worker_id is not None:
+            served_by = roster.class_of(worker_id)
+        return not ticket.is_vip or served_by == ticket.device_class
 
     def _upgrade(self, generation: Generation, ticket: Ticket) -> None:
         """A generation is as urgent as the most urgent of its requests, and lives as long as the

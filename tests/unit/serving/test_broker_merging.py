@@ -247,6 +247,17 @@ def test_a_vip_that_joins_makes_a_waiting_generation_go_first() -> None:
     assert next_one.request_id == "a"
 
 
+def test_a_vip_is_not_held_to_the_pace_of_another_class_but_drafts_from_it() -> None:
+    board = desk()
+    board.register("v", pid=12, slots=4, kind="gpu")
+    board.gateway(submit("a"))
+    board.worker(chunk("a", 0, 7))
+    assert of_type(board.gateway(submit("b", device_class="gpu")), Chunk), "a standard one is"
+    sent = board.gateway(submit("vip", tier="vip", device_class="gpu"))
+    assert [(to, type(m)) for to, m in sent] == [(b"v", Submit), (b"v", DraftHint)]
+    assert not board.gateway(submit("c", tier="vip", device_class="gpu")), "now there is one there"
+
+
 def test_a_full_queue_still_takes_what_needs_no_place_in_it() -> None:
     board = desk(slots=1, scheduler={"max_queue": 1})
     board.gateway(submit("runs", "x1"))
