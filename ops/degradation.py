@@ -5,13 +5,17 @@
     2  and `max_tokens` of tier standard is capped
     3  and tier standard is refused with a 503
 
-Steps 1 and 2 follow the latency alone. Step 3 turns clients away, so it also wants a queue: where
-nothing waits, fewer requests would not make a slow device faster. Pure: the clock is given.
+Steps 1 and 2 follow the latency of all tokens. Step 3 turns clients away, so it wants more: a
+queue, since where nothing waits fewer requests would not make a slow device faster; and that the
+classes which serve most tokens are slow themselves, since a small slow class, or the pauses of
+displaced requests, are soon a hundredth of the tokens. Pure: the clock is given.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from ops.readings import ServiceReading
 
 HIGHEST = 3
 # How long it must have been bad before each step up.
@@ -45,26 +49,38 @@ class DegradationLadder:
         self._descended_at: float | None = None
         self._descend_after_s = _DESCEND_AFTER_S
 
-    def update(self, now: float, p99_s: float | None, queue_pressure: float) -> Step | None:
-        """One step at most. `p99_s` None: too few tokens came to tell. `queue_pressure`: waiting
-        requests for each slot."""
+    def update(self, now: float, service: ServiceReading, queue_pressure: float) -> Step | None:
+        """One step at most. A p99 that is None: too few tokens came to tell. `queue_pressure`:
+        waiting requests for each slot."""
+        p99_s = service.inter_token_p99_s
         is_bad = p99_s is not None and p99_s > self._limit_s
-        is_calm = p99_s is None or p99_s < self._limit_s * _CALM_SHARE
-        if self.level == HIGHEST:
-            is_calm = is_calm and queue_pressure < _CALM_PRESSURE
+        is_calm = self._is_calm(service, queue_pressure)
         self._bad_since = self._since(self._bad_since, now, is_bad)
         self._calm_since = self._since(self._calm_since, now, is_calm)
-        if self._bad_since is not None and p99_s is not None:
-            return self._climb(now, now - self._bad_since, p99_s, queue_pressure)
         if self._calm_since is not None and self.level > 0:
             return self._descend(now, now - self._calm_since)
+        if self._bad_since is not None and p99_s is not None:
+            is_due = self._is_due(now - self._bad_since, service, queue_pressure)
+            return self._climb(now, p99_s, queue_pressure) if is_due else None
         return None
 
-    def _climb(self, now: float, bad_s: float, p99_s: float, pressure: float) -> Step | None:
+    def _is_calm(self, service: ServiceReading, pressure: float) -> bool:
+        calm_s = self._limit_s * _CALM_SHARE
+        if self.level < HIGHEST:
+            return service.inter_token_p99_s is None or service.inter_token_p99_s < calm_s
+        # What did not justify this step does not hold it either.
+        is_usual_calm = service.usual_p99_s is None or service.usual_p99_s < calm_s
+        return is_usual_calm and pressure < _CALM_PRESSURE
+
+    def _is_due(self, bad_s: float, service: ServiceReading, pressure: float) -> bool:
         if self.level == HIGHEST or bad_s < _CLIMB_AFTER_S[self.level]:
-            return None
-        if self.level + 1 == HIGHEST and pressure < _SHED_PRESSURE:
-            return None
+            return False
+        if self.level + 1 < HIGHEST:
+            return True
+        is_usual_bad = service.usual_p99_s is not None and service.usual_p99_s > self._limit_s
+        return is_usual_bad and pressure >= _SHED_PRESSURE
+
+    def _climb(self, now: float, p99_s: float, pressure: float) -> Step:
         if self._descended_at is not None and now - self._descended_at <= _RELAPSE_WITHIN_S:
             self._descend_after_s = min(self._descend_after_s * 2, _LONGEST_DESCENT_S)
         elif self.level == 0:

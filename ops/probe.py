@@ -113,7 +113,7 @@ class Probe:
             self._trouble("metrics", "")
 
     def _climb_or_descend(self, now: float, reading: StackReading) -> None:
-        step = self._ladder.update(now, reading.service.inter_token_p99_s, reading.queue_pressure)
+        step = self._ladder.update(now, reading.service, reading.queue_pressure)
         if step is None:
             return
         direction = "up" if step.after > step.before else "down"

@@ -39,9 +39,13 @@ class ClassReading:
 
 @dataclass(frozen=True, slots=True)
 class ServiceReading:
-    """How clients fare, over the last seconds; `worker_restarts` of the last 10 minutes."""
+    """How clients fare, over the last seconds; `worker_restarts` of the last 10 minutes.
+
+    `usual_p99_s` is the p99 of the class that the median token comes from.
+    """
 
     inter_token_p99_s: float | None = None
+    usual_p99_s: float | None = None
     rejection_rate: float | None = None
     worker_restarts: Mapping[str, float] = field(default_factory=dict)
 

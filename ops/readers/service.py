@@ -30,9 +30,9 @@ _FEWEST_DRAFTED = 200
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """The counters of one scrape. `gaps`: tokens that came within each bound, by the bound."""
+    """The counters of one scrape. `gaps`: by class, tokens that came within each bound, by it."""
 
-    gaps: Mapping[float, float] = field(default_factory=dict)
+    gaps: Mapping[str, Mapping[float, float]] = field(default_factory=dict)
     drafted: float = 0.0
     accepted: float = 0.0
     restarts: Mapping[str, float] = field(default_factory=dict)
@@ -42,7 +42,7 @@ def parse(text: str) -> Counts:
     """The counters in a scrape; raises `ValueError` where it cannot be read."""
     # Four families of forty: reading the others as well takes ten times as long.
     lines = [line for line in text.splitlines() if line.startswith(WANTED)]
-    gaps: dict[float, float] = defaultdict(float)
+    gaps: dict[str, dict[float, float]] = defaultdict(lambda: defaultdict(float))
     totals: dict[str, float] = defaultdict(float)
     restarts: dict[str, float] = defaultdict(float)
     for family in text_string_to_metric_families("\n".join([*lines, ""])):
@@ -50,7 +50,7 @@ def parse(text: str) -> Counts:
             if not math.isfinite(sample.value):
                 raise ValueError(f"{sample.name} is {sample.value}")
             if sample.name == f"{_GAPS}_bucket":
-                gaps[float(sample.labels["le"])] += sample.value
+                gaps[sample.labels["class"]][float(sample.labels["le"])] += sample.value
             elif sample.name == _RESTARTS:
                 restarts[sample.labels["class"]] += sample.value
             else:
@@ -86,13 +86,14 @@ class ServiceWindow:
         latest = self._recent[-1][1]
         first = self._recent[0][1]
         gaps = _since(self._at(now - _LATENCY_WINDOW_S), latest)
-        if _FEWEST_RECENT_GAPS <= max(gaps.values(), default=0.0) < _FEWEST_GAPS:
+        if _FEWEST_RECENT_GAPS <= _count(_sum(gaps)) < _FEWEST_GAPS:
             gaps = _since(first, latest)
         drafted = latest.drafted - first.drafted
         accepted = latest.accepted - first.accepted
         restarts = self._old[0][1]
         return ServiceReading(
-            inter_token_p99_s=quantile(0.99, gaps),
+            inter_token_p99_s=quantile(0.99, _sum(gaps)),
+            usual_p99_s=usual_p99_s(gaps),
             rejection_rate=1.0 - min(max(accepted / drafted, 0.0), 1.0)
             if drafted >= _FEWEST_DRAFTED
             else None,
@@ -111,9 +112,43 @@ class ServiceWindow:
         return found
 
 
-def _since(before: Counts, after: Counts) -> dict[float, float]:
-    """The gaps between two scrapes, by bound."""
-    return {bound: count - before.gaps.get(bound, 0.0) for bound, count in after.gaps.items()}
+def usual_p99_s(gaps: Mapping[str, Mapping[float, float]]) -> float | None:
+    """The p99 of the class that the median token came from, classes in the order of their p99;
+    classes with too few gaps left out, None where all are."""
+    known = []
+    for counts in gaps.values():
+        p99_s = quantile(0.99, counts)
+        if p99_s is not None:
+            known.append((p99_s, _count(counts)))
+    half, passed = sum(count for _, count in known) / 2, 0.0
+    for p99_s, count in sorted(known):
+        passed += count
+        if passed >= half:
+            return p99_s
+    return None
+
+
+def _since(before: Counts, after: Counts) -> dict[str, dict[float, float]]:
+    """The gaps between two scrapes, by class and bound."""
+    return {
+        name: {
+            bound: count - before.gaps.get(name, {}).get(bound, 0.0)
+            for bound, count in counts.items()
+        }
+        for name, counts in after.gaps.items()
+    }
+
+
+def _sum(gaps: Mapping[str, Mapping[float, float]]) -> dict[float, float]:
+    total: dict[float, float] = defaultdict(float)
+    for counts in gaps.values():
+        for bound, count in counts.items():
+            total[bound] += count
+    return total
+
+
+def _count(counts: Mapping[float, float]) -> float:
+    return max(counts.values(), default=0.0)
 
 
 def quantile(share: float, cumulative: Mapping[float, float]) -> float | None:

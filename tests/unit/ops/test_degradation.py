@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ops.degradation import DegradationLadder, Step
+from ops.readings import ServiceReading
 
 LIMIT_S = 0.2
 
@@ -17,10 +18,13 @@ def levels(
     p99_s: float | None,
     pressure: float = 0.0,
     begin: float = 0.0,
+    usual_s: float | None = None,
 ) -> list[int]:
+    """`usual_s`: of the classes that serve most tokens; if not given, as all."""
+    service = ServiceReading(p99_s, p99_s if usual_s is None else usual_s)
     seen = []
     for second in range(seconds):
-        ladder.update(begin + second, p99_s, pressure)
+        ladder.update(begin + second, service, pressure)
         seen.append(ladder.level)
     return seen
 
@@ -33,6 +37,19 @@ def test_slow_tokens_climb_one_step_at_a_time() -> None:
 
 def test_nothing_is_shed_where_nothing_waits() -> None:
     assert levels(DegradationLadder(LIMIT_S), 600, 2.0, pressure=0.9)[-1] == 2
+
+
+def test_nothing_is_shed_for_a_small_class_that_is_slow() -> None:
+    ladder = DegradationLadder(LIMIT_S)
+    assert levels(ladder, 600, 0.24, pressure=5.0, usual_s=0.05)[-1] == 2
+    assert levels(ladder, 600, 0.24, pressure=5.0, usual_s=0.21, begin=600.0)[-1] == 3
+
+
+def test_shedding_ends_when_most_tokens_are_fast_again_though_a_small_class_is_not() -> None:
+    ladder = DegradationLadder(LIMIT_S)
+    levels(ladder, 30, 0.3, pressure=2.0)
+    seen = levels(ladder, 600, 0.24, pressure=0.1, usual_s=0.05, begin=30.0)
+    assert seen[11:] == [2] * 589
 
 
 def test_a_queue_alone_degrades_nothing() -> None:
@@ -74,7 +91,7 @@ def test_requests_are_refused_until_the_queue_is_short() -> None:
 
 def test_a_step_tells_its_reason() -> None:
     ladder = DegradationLadder(LIMIT_S)
-    steps = [ladder.update(float(second), 0.31, 1.5) for second in range(4)]
+    steps = [ladder.update(float(second), ServiceReading(0.31, 0.31), 1.5) for second in range(4)]
     assert steps[:3] == [None, None, None]
     reason = "p99 between tokens is 310 ms, above 200 ms, and 1.5 requests wait for each slot"
     assert steps[3] == Step(0, 1, reason)
@@ -85,7 +102,7 @@ def test_overload_that_returns_with_each_descent_swings_ever_more_rarely() -> No
     ladder = DegradationLadder(LIMIT_S)
     changes = []
     for second in range(7200):
-        step = ladder.update(float(second), 0.3 if ladder.level == 0 else 0.1, 0.0)
+        step = ladder.update(float(second), ServiceReading(0.3 if ladder.level == 0 else 0.1), 0.0)
         if step is not None:
             changes.append(second)
     assert len([second for second in changes if second < 300]) < 20
@@ -93,22 +110,25 @@ def test_overload_that_returns_with_each_descent_swings_ever_more_rarely() -> No
     assert len([second for second in changes if second >= 3600]) <= 2 * 3600 / 160 + 2
 
 
+any_p99 = st.one_of(st.none(), st.floats(0, 10))
+
+
 @settings(max_examples=100, deadline=None)
 @given(
     st.lists(
-        st.tuples(st.floats(0, 100), st.one_of(st.none(), st.floats(0, 10)), st.floats(0, 100)),
+        st.tuples(st.floats(0, 100), any_p99, any_p99, st.floats(0, 100)),
         max_size=200,
     )
 )
 def test_level_moves_by_one_within_0_and_3_whatever_comes(
-    moments: list[tuple[float, float | None, float]],
+    moments: list[tuple[float, float | None, float | None, float]],
 ) -> None:
     ladder = DegradationLadder(LIMIT_S)
     now = 0.0
-    for elapsed, p99_s, pressure in moments:
+    for elapsed, p99_s, usual_s, pressure in moments:
         now += elapsed
         before = ladder.level
-        step = ladder.update(now, p99_s, pressure)
+        step = ladder.update(now, ServiceReading(p99_s, usual_s), pressure)
         assert 0 <= ladder.level <= 3
         assert abs(ladder.level - before) == (0 if step is None else 1)
         if step is not None and step.after > step.before:

@@ -227,6 +227,29 @@ def test_few_tokens_are_looked_at_for_longer_until_none_come() -> None:
     assert [seen[second] for second in range(52, 80, 2)] == [None] * 14
 
 
+@pytest.mark.parametrize(
+    ("classes", "usual_s"),
+    [
+        ({}, None),
+        ({"cpu": (99, 0.3)}, None),
+        ({"cpu": (200, 0.3)}, 0.4997),
+        ({"cpu": (200, 0.3), "gpu": (10_000, 0.05)}, 0.1),
+        ({"cpu": (200, 0.3), "gpu": (10_000, 0.05), "tpu": (30_000, 0.15)}, 0.2),
+        ({"cpu": (20_000, 0.3), "gpu": (10_000, 0.05)}, 0.4997),
+        ({"cpu": (99, 0.05), "gpu": (100, 0.3)}, 0.4997),
+    ],
+)
+def test_usual_p99_is_that_of_the_class_that_the_median_token_came_from(
+    classes: dict[str, tuple[int, float]], usual_s: float | None
+) -> None:
+    bounds = (0.1, 0.2, 0.5, math.inf)
+    gaps = {
+        name: {bound: float(count * (gap_s <= bound)) for bound in bounds}
+        for name, (count, gap_s) in classes.items()
+    }
+    assert service.usual_p99_s(gaps) == (None if usual_s is None else pytest.approx(usual_s, 0.02))
+
+
 def test_every_series_that_is_read_is_one_that_is_declared() -> None:
     series = declared()
     assert [name for name in service.WANTED if name not in series] == []
