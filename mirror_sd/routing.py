@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -87,8 +88,7 @@ def _wait_until_it_answers(client: AdminClient, child: Child, log: Path) -> None
     deadline = time.monotonic() + _START_S
     while True:
         if child.reap() is not None:
-            shown = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-            raise SetupError("nginx does not start: " + (shown[-1] if shown else "it says nothing"))
+            raise SetupError(f"nginx does not start: {_why(log)}")
         try:
             client.get("/admin/policy")
         except SetupError:
@@ -97,3 +97,11 @@ def _wait_until_it_answers(client: AdminClient, child: Child, log: Path) -> None
             time.sleep(_POLL_S)
         else:
             return
+
+
+def _why(log: Path) -> str:
+    """The first error in nginx's log, without the time and the trace of the Lua stack."""
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    found = next((line for line in lines if "error: " in line or "[emerg]" in line), "")
+    told = found.rpartition("error: ")[2] or found
+    return re.sub(r"^\S+\.lua:\d+: ", "", told).strip() or "it says nothing"
