@@ -37,11 +37,11 @@ def test_routing_bench_tells_shares_throughput_and_waits_of_a_mode() -> None:
         "--modes",
         "ours",
         "--seconds",
-        "4",
+        "3",
         "--warm",
         "1",
         "--grace",
-        "3",
+        "1",
         "--slowdown",
         "4",
     )
