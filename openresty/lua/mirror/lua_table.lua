@@ -7,14 +7,17 @@ local _M = {}
 local DEPTH = 16
 local WORDS = { ["true"] = true, ["false"] = false }
 
-local function line_at(text, position)
-    local _, breaks = sub(text, 1, position - 1):gsub("\n", "")
-    return breaks + 1
+-- The line of the position. Reading only goes on, so each byte is looked at once.
+local function line_here(self)
+    while self.line_end < self.position do
+        self.line = self.line + 1
+        self.line_end = find(self.text, "\n", self.line_end + 1, true) or math.huge
+    end
+    return self.line
 end
 
 local function fail(self, message)
-    local line = line_at(self.text, self.position)
-    error({ message = "line " .. line .. ": " .. message }, 0)
+    error({ message = "line " .. line_here(self) .. ": " .. message }, 0)
 end
 
 -- Skips white space and comments; the rest of the text begins with what is next.
@@ -96,7 +99,7 @@ local table_value
 
 local function value_at(self, path, depth)
     skip(self)
-    self.lines[path] = line_at(self.text, self.position)
+    self.lines[path] = line_here(self)
     if take(self, "{") then
         return table_value(self, path, depth + 1)
     end
@@ -143,7 +146,7 @@ end
 local function parse(self)
     take(self, "return%f[^%w_]")
     expect(self, "{", "return {")
-    self.lines[""] = line_at(self.text, self.position)
+    self.lines[""] = line_here(self)
     local result = table_value(self, "", 1)
     take(self, ";")
     skip(self)
@@ -156,7 +159,9 @@ end
 --- The table and its lines: `lines["a.b[2].c"]` is the line of that value. Or nil and a sentence
 -- with the line at fault.
 function _M.parse(text)
-    local self = { text = text, position = 1, lines = {} }
+    -- Editors on Windows begin a file with a byte order mark.
+    local start = sub(text, 1, 3) == "\239\187\191" and 4 or 1
+    local self = { text = text, position = start, line = 0, line_end = 0, lines = {} }
     local is_parsed, result = pcall(parse, self)
     if is_parsed then
         return result, self.lines

@@ -6,7 +6,14 @@ local lua_table = require("mirror.lua_table")
 
 local _M = {}
 
+--- The largest text: while it is checked, the requests of an nginx worker wait.
+_M.BYTES_MAX = 65536
+
 local TIERS = { vip = true, standard = true }
+local STEPS = 64
+-- Products and sums of such weights and factors stay finite.
+local WEIGHT_MAX = 1e6
+local RATE_MAX = 4
 
 local function shown(value)
     if value == cjson.null then
@@ -59,11 +66,11 @@ local function check_classes(path, numbers, is_allowed, allowed)
 end
 
 local function is_weight(number)
-    return number >= 0
+    return number >= 0 and number <= WEIGHT_MAX
 end
 
 local function check_weights(path, weights)
-    local total = check_classes(path, weights, is_weight, "a weight is a number of at least 0")
+    local total = check_classes(path, weights, is_weight, "a weight is a number from 0 to 1000000")
     if total <= 0 then
         refuse(path, weights, "the weights must add up to more than 0")
     end
@@ -78,6 +85,9 @@ local function check_steps(path, steps, names, check_step)
         if type(key) ~= "number" or key > #steps then
             refuse(path, "with " .. tostring(key), "it must be a list")
         end
+    end
+    if #steps > STEPS then
+        refuse(path, "a list of " .. #steps, "it must have at most " .. STEPS)
     end
     local floor = 0
     for index, step in ipairs(steps) do
@@ -101,7 +111,8 @@ end
 
 local function check_band(path, band)
     if band.factors ~= nil then
-        check_classes(path .. ".factors", band.factors, is_weight, "a factor is at least 0")
+        local allowed = "a factor is a number from 0 to 1000000"
+        check_classes(path .. ".factors", band.factors, is_weight, allowed)
     end
     local spread = band.spread
     if spread ~= nil and not (is_finite(spread) and spread >= 0 and spread <= 1) then
@@ -113,7 +124,7 @@ local function check_preference(path, list)
     if type(list) ~= "table" or #list == 0 then
         refuse(path, list, "it must be a list of classes, the fastest first")
     end
-    local seen = {}
+    local seen, count = {}, 0
     for key, class in pairs(list) do
         local place = path .. "[" .. tostring(key) .. "]"
         if type(key) ~= "number" or not classes.IS[class] then
@@ -122,7 +133,10 @@ local function check_preference(path, list)
         if seen[class] then
             refuse(place, class, "each class may be there once")
         end
-        seen[class] = true
+        seen[class], count = true, count + 1
+    end
+    if count ~= #list then
+        refuse(path, "a list with gaps", "it must be a list of classes, the fastest first")
     end
 end
 
@@ -160,8 +174,8 @@ local function check(policy)
     check_tiers(policy.tiers)
     check_classes("caps", policy.caps, is_cap, "a cap is a whole number of at least 1")
     for _, key in ipairs({ "tokens_per_ascii_byte", "tokens_per_non_ascii_byte" }) do
-        if not is_finite(policy[key]) or policy[key] <= 0 then
-            refuse(key, policy[key], "it must be a number above 0")
+        if not is_finite(policy[key]) or policy[key] <= 0 or policy[key] > RATE_MAX then
+            refuse(key, policy[key], "it must be a number above 0, at most " .. RATE_MAX)
         end
     end
 end
@@ -186,8 +200,18 @@ local function line_of(path, lines)
     return lines[path]
 end
 
+local function refuse_size(text)
+    if #text > _M.BYTES_MAX then
+        return string.format("policy: it has more than %d bytes", _M.BYTES_MAX)
+    end
+end
+
 --- The policy in a Lua text, or nil and a sentence with the line at fault.
 function _M.from_lua(text)
+    local excess = refuse_size(text)
+    if excess then
+        return nil, excess
+    end
     local policy, lines = lua_table.parse(text)
     if not policy then
         return nil, "policy: " .. lines
@@ -201,6 +225,10 @@ end
 
 --- The policy in a JSON text, or nil and a sentence with the key at fault.
 function _M.from_json(text)
+    local excess = refuse_size(text)
+    if excess then
+        return nil, excess
+    end
     local policy, reason = cjson.decode(text)
     if policy == nil then
         return nil, "policy: it is not JSON: " .. tostring(reason)

@@ -44,7 +44,8 @@ function PolicyStore:reload()
     if not is_stored then
         return refuse(self, text, "policy: it cannot be stored: " .. reason)
     end
-    self.dict:set("policy|file", text)
+    -- Where this finds no room the file is only read again: nothing is pushed out for it.
+    self.dict:safe_set("policy|file", text)
     return true
 end
 

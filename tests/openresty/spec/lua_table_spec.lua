@@ -27,6 +27,21 @@ return {
         assert.same({}, lua_table.parse("return{}"))
     end)
 
+    it("may begin with the mark of an editor on Windows", function()
+        local value, lines = lua_table.parse("\239\187\191return {\r\n a = 1 }\r\n")
+        assert.same({ a = 1 }, value)
+        assert.equal(2, lines.a)
+    end)
+
+    it("is read in time that grows with its length only", function()
+        for _, item in ipairs({ "1,", "1,\n" }) do
+            local text = "{" .. item:rep(100000) .. "}"
+            local began = os.clock()
+            assert.equal(100000, #lua_table.parse(text))
+            assert.is_true(os.clock() - began < 5)
+        end
+    end)
+
     local faults = {
         { "", "line 1: expected return {, found the end" },
         { "return {\n a = os.exit() }", "line 2: os is not a value" },

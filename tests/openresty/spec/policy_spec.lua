@@ -45,6 +45,19 @@ describe("policy", function()
         { "weights%.cpu is %-?nan", function(p) p.prompt_buckets[1].weights.cpu = 0 / 0 end },
         { "weights%.cpu is 1", function(p) p.prompt_buckets[1].weights.cpu = "1" end },
         { "weights%.abacus: there is", function(p) p.prompt_buckets[1].weights.abacus = 1 end },
+        { "weights%.cpu is 10000000;", function(p) p.prompt_buckets[1].weights.cpu = 1e7 end },
+        { "factors%.cpu is 1e%+300", function(p) p.qps_bands[2].factors.cpu = 1e300 end },
+        { "tokens_per_ascii_byte is 5", function(p) p.tokens_per_ascii_byte = 5 end },
+        { "prefer is a list with", function(p) p.tiers.vip.prefer = { "gpu", [3] = "cpu" } end },
+        {
+            "prompt_buckets is a list of 65",
+            function(p)
+                for index = 1, 65 do
+                    p.prompt_buckets[index] = { below = index, weights = { cpu = 1 } }
+                end
+                p.prompt_buckets[65].below = nil
+            end,
+        },
         { "weights must add up", function(p) p.prompt_buckets[1].weights = { cpu = 0 } end },
         { "fallback is nil", function(p) p.fallback = nil end },
         { "tokens_per_ascii_byte is 0", function(p) p.tokens_per_ascii_byte = 0 end },
@@ -71,6 +84,14 @@ describe("policy", function()
             assert.matches(case[1], sentence)
         end)
     end
+
+    it("refuses a text that would take long to check", function()
+        for _, parse in ipairs({ policy_rules.from_lua, policy_rules.from_json }) do
+            local value, sentence = parse((" "):rep(policy_rules.BYTES_MAX + 1))
+            assert.is_nil(value)
+            assert.equal("policy: it has more than 65536 bytes", sentence)
+        end
+    end)
 
     it("refuses what is not a table at all", function()
         assert.is_nil(policy_rules.validate(nil))
