@@ -30,7 +30,8 @@ end
 function Document:get()
     local version = self.dict:get(self.name .. "|version") or 0
     if version ~= self.version then
-        self.value = cjson.decode(self.dict:get(self.name .. "|text") or "null")
+        local text = self.dict:get(self.name .. "|text")
+        self.value = text and cjson.decode(text)
         self.version = version
     end
     return self.value, version

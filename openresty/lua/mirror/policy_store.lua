@@ -32,7 +32,7 @@ function PolicyStore:reload()
         local reason = "policy: the file cannot be read: " .. tostring(failure)
         return refuse(self, reason, reason)
     end
-    if text == self.dict:get("policy|file") then
+    if text == self.dict:get("policy|file") and self.document:get() then
         self.refused = nil
         return false
     end

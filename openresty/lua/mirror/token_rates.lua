@@ -19,26 +19,42 @@ local NOISE = 0.04
 local SURPRISE = 2
 local DOUBT, DOUBT_MAX = 1, 4
 local RATE_MIN, RATE_MAX = 0.01, 4
--- A model's name comes from the body; only one that a gateway serves is ever learned.
+-- A model's name is what the body seems to say, so a client can make up any: beyond so many they
+-- share the rates of bodies that say none.
 local NAME_BYTES = 200
+local NAMES_MAX = 16
+local NAMES = "rates|names"
 
 function _M.new(dict)
     return setmetatable({ dict = dict }, TokenRates)
 end
 
-local function key_of(model)
-    return "rates|" .. (model and #model <= NAME_BYTES and model or "")
+local SHARED = "rates|"
+
+-- The key under which a model's rates are kept, or would be.
+local function key_of(self, model)
+    if not model or #model > NAME_BYTES then
+        return SHARED
+    end
+    local key = SHARED .. model
+    if not self.dict:get(key .. "|ascii") and (self.dict:get(NAMES) or 0) >= NAMES_MAX then
+        return SHARED
+    end
+    return key
 end
 
---- The rates for `model` (nil where the body does not say): those learned, else the policy's.
-function TokenRates:of(model, policy)
-    local key = key_of(model)
+local function rates_at(self, key, policy)
     local ascii = self.dict:get(key .. "|ascii")
     local other = ascii and self.dict:get(key .. "|other")
     if other then
         return ascii, other
     end
     return policy.tokens_per_ascii_byte, policy.tokens_per_non_ascii_byte
+end
+
+--- The rates for `model` (nil where the body does not say): those learned, else the policy's.
+function TokenRates:of(model, policy)
+    return rates_at(self, key_of(self, model), policy)
 end
 
 local function bounded(value, low, high)
@@ -54,8 +70,11 @@ function TokenRates:learn(model, ascii_bytes, other_bytes, tokens, policy)
     if tokens <= 0 or ascii_bytes + other_bytes <= 0 then
         return
     end
-    local key = key_of(model)
-    local a, b = self:of(model, policy)
+    local key = key_of(self, model)
+    if key ~= SHARED and not self.dict:get(key .. "|ascii") then
+        self.dict:incr(NAMES, 1, 0)
+    end
+    local a, b = rates_at(self, key, policy)
     local doubts = self.dict:get(key .. "|doubt") or ""
     local paa, pab, pbb = match(doubts, "^(%S+) (%S+) (%S+)$")
     paa, pab, pbb = tonumber(paa) or DOUBT, tonumber(pab) or 0, tonumber(pbb) or DOUBT

@@ -41,6 +41,17 @@ describe("token rates", function()
         assert.same({ 0.3, 0.2 }, { rates:of("other", policy) })
     end)
 
+    it("are kept for few models, however many names clients make up", function()
+        learn("m", 20)
+        for index = 1, 500 do
+            learn("made up " .. index, 1)
+        end
+        assert.is_true(#dict:get_keys() < 60, #dict:get_keys())
+        assert.is_true(math.abs(rates:of("m", policy) - 0.22) < 0.02)
+        local later = rates:of("another", policy)
+        assert.is_true(later ~= 0.3 and later == rates:of(nil, policy))
+    end)
+
     it("are not spoiled by a few odd bodies", function()
         learn("m", 50)
         for _ = 1, 3 do
