@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -16,6 +16,8 @@ from mirror_sd.scheduler.roster import Roster
 from mirror_sd.scheduler.ticket import Ticket
 from tests.unit.scheduler.test_priority_queue import Clock
 
+# The machine may be busy with other tests.
+SLOW_IS_FINE = [HealthCheck.too_slow]
 CLASSES = ("cpu", "gpu", "tpu")
 
 
@@ -542,6 +544,6 @@ class DispatcherMachine(RuleBasedStateMachine):
 
 
 DispatcherMachine.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None
+    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=SLOW_IS_FINE
 )
 TestDispatcherMachine = DispatcherMachine.TestCase

@@ -9,7 +9,7 @@ from typing import Any, get_args, get_type_hints
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mirror_sd import messages
@@ -20,6 +20,8 @@ from tests.unit.scheduler.test_priority_queue import Clock
 from tests.unit.serving.broker_stack import make_submit
 from tests.unit.serving.test_broker_frames import ANY_BYTES, damaged
 
+# The machine may be busy with other tests.
+SLOW_IS_FINE = [HealthCheck.too_slow]
 KINDS = get_args(messages.AnyMessage)
 # Few, so that frames meet: ids of others, of themselves, of nobody.
 NAMES = st.sampled_from(["a", "b", "c", "honest", "w1", "w2", "w1#2", ""])
@@ -148,7 +150,7 @@ def quiet() -> Any:
         st.tuples(st.booleans(), STRANGERS, ANY_FRAME, st.sampled_from([0.0, 1.0])), max_size=40
     )
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150, deadline=None, suppress_health_check=SLOW_IS_FINE)
 def test_no_frame_of_a_stranger_harms_the_request_of_another(frames: list[tuple]) -> None:
     busy = Busy()
     for is_gateway, identity, frame, seconds in frames:
@@ -171,7 +173,7 @@ def test_every_frame_type_from_either_side_harms_nobody(kind: type, side: str) -
     counter = itertools.count()
 
     @given(st.lists(WELL_FORMED[kind], min_size=1, max_size=5))
-    @settings(max_examples=25, deadline=None)
+    @settings(max_examples=25, deadline=None, suppress_health_check=SLOW_IS_FINE)
     def hold(sent: list[messages.AnyMessage]) -> None:
         busy = Busy()
         for message in sent:
@@ -188,7 +190,7 @@ def test_every_frame_type_from_either_side_harms_nobody(kind: type, side: str) -
 
 
 @given(st.lists(st.tuples(st.booleans(), ANY_FRAME), max_size=30))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100, deadline=None, suppress_health_check=SLOW_IS_FINE)
 def test_peers_that_are_known_may_send_anything(frames: list[tuple]) -> None:
     busy = Busy()
     for is_gateway, frame in frames:

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
@@ -34,6 +34,8 @@ from mirror_sd.messages import (
 from mirror_sd.serving.delivery import Delivery
 from tests.unit.serving.test_broker_switchboard import Desk, of_type
 
+# The machine may be busy with other tests.
+SLOW_IS_FINE = [HealthCheck.too_slow]
 PERMUTATIONS = 64
 
 
@@ -595,7 +597,9 @@ class MergingMachine(RuleBasedStateMachine):
                 self.waiting_to_return.append(message.request_id)
 
 
-MergingMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+MergingMachine.TestCase.settings = settings(
+    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=SLOW_IS_FINE
+)
 test_every_request_gets_its_answer_whatever_happens = MergingMachine.TestCase
 
 
