@@ -10,6 +10,7 @@ from typing import Any
 
 from mirror_sd.api.tokenizer import Tokenizer
 from mirror_sd.bench.decode import run_engine
+from mirror_sd.bench.options import authorization
 from mirror_sd.bench.prompts import Messages
 from mirror_sd.engine import Engine
 from mirror_sd.errors import InternalError, SetupError
@@ -59,7 +60,7 @@ def _stream_first(port: int, model: str, messages: Messages) -> float:
     begin = time.perf_counter()
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
     try:
-        headers = {"Content-Type": "application/json"}
+        headers = {"Content-Type": "application/json"} | authorization()
         connection.request("POST", "/v1/chat/completions", body, headers)
         response = connection.getresponse()
         if response.status != 200:

@@ -27,6 +27,12 @@ Threads = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
+def authorization() -> dict[str, str]:
+    """The header for a stack that asks for keys, from `MIRROR_SD_API_KEY`."""
+    key = os.environ.get("MIRROR_SD_API_KEY")
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
 def thread_count(asked: int | None) -> int:
     """The threads that an engine is given."""
     return asked or len(os.sched_getaffinity(0))

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from mirror_sd.bench.options import authorization
 from mirror_sd.bench.prompts import Messages
 from mirror_sd.bench.token_times import Answer
 from mirror_sd.errors import InternalError, SetupError
@@ -60,6 +61,7 @@ class LoadGenerator:
 
     def __init__(self, port: int, clients: int) -> None:
         self._port = port
+        self._headers = "".join(f"{k}: {v}\r\n" for k, v in authorization().items())
         self._sockets: dict[int, socket.socket] = {}
         self._epoll = select.epoll()
         try:
@@ -114,7 +116,8 @@ class LoadGenerator:
     def _send(self, number: int, index: int, body: bytes) -> _Exchange:
         head = (
             f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1:{self._port}\r\n"
-            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+            f"{self._headers}Content-Type: application/json\r\n"
+            f"Content-Length: {len(body)}\r\n\r\n"
         )
         exchange = _Exchange(index, time.perf_counter())
         self._sockets[number].sendall(head.encode() + body)

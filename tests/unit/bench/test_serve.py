@@ -84,8 +84,9 @@ def test_a_stream_that_is_not_whole_is_an_error(blocks):
 
 
 @contextmanager
-def server(replies: list[bytes]) -> Iterator[int]:
-    """Answers each request on each of its connections with the next reply, in two pieces."""
+def server(replies: list[bytes], heads: list[bytes] | None = None) -> Iterator[int]:
+    """Answers each request on each of its connections with the next reply, in two pieces; `heads`
+    gets the requests."""
     listener = socket.create_server(("127.0.0.1", 0))
     threads = []
 
@@ -94,6 +95,8 @@ def server(replies: list[bytes]) -> Iterator[int]:
             while data := connection.recv(65536):
                 while b"\r\n\r\n" not in data:
                     data += connection.recv(65536)
+                if heads is not None:
+                    heads.append(data)
                 reply = replies.pop(0)
                 connection.sendall(reply[: len(reply) // 2])
                 connection.sendall(reply[len(reply) // 2 :])
@@ -129,6 +132,17 @@ def test_clients_keep_their_connections_and_replies_keep_the_order_of_their_requ
     starts = [reply.answer.start for reply in replies]
     assert starts == sorted(starts)
     assert sum(start < replies[0].answer.times[-1] for start in starts) >= 3
+
+
+def test_the_api_key_of_the_environment_is_shown_to_the_stack(monkeypatch):
+    monkeypatch.setenv("MIRROR_SD_API_KEY", "msd-mine")
+    heads = []
+    with (
+        server([response(events(["x"], "length", 1))], heads) as port,
+        LoadGenerator(port, 1) as load,
+    ):
+        load.run([b"{}"])
+    assert b"\r\nAuthorization: Bearer msd-mine\r\n" in heads[0]
 
 
 def test_a_refusal_is_shown():
