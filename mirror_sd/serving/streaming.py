@@ -190,14 +190,43 @@ class ChunkWriter:
         return event(self._plan.envelope.wrap([entry], is_chunk=True) | self._extra)
 
 
+class _Collector:
+    """Takes deltas as they come, so that the request's task sleeps until its answer is complete: to
+    wake it for each token costs as much as all else that is done with the token."""
+
+    def __init__(self, choices: dict[int, WholeChoice], generation: Generation) -> None:
+        self._choices = choices
+        self._generation = generation
+        self._failure: Exception | None = None
+
+    def add(self, deltas: Sequence[Delta]) -> None:
+        for delta in deltas:
+            self._choices[delta.index].add(delta)
+
+    def take(self) -> bool:
+        """Take what is there; True where the task has to go on."""
+        try:
+            self.add(self._generation.take_now())
+        except Exception as error:  # noqa: BLE001 - raised again in the request's task
+            self._failure = error
+        return self._failure is not None or not self._generation.is_idle
+
+    def check(self) -> None:
+        """Raise what went wrong meanwhile."""
+        if self._failure is not None:
+            raise self._failure
+
+
 async def whole_answer(plan: Plan, generation: Generation) -> Json:
     """The complete body, once every choice has finished."""
     choices = {
         sequence.choice.index: WholeChoice(sequence.choice.index, sequence.submit.params.seed)
         for sequence in plan.sequences
     }
-    while deltas := await generation.next_deltas():
-        for delta in deltas:
-            choices[delta.index].add(delta)
+    collector = _Collector(choices, generation)
+    while not generation.is_finished:
+        collector.add(await generation.take())
+        await generation.wait(collector.take)
+        collector.check()
     body = plan.envelope.wrap([plan.form.whole(choice) for choice in choices.values()])
     return body | {"usage": usage(generation.usage())}
