@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -83,6 +84,11 @@ def test_a_damaged_or_lost_file_of_keys_changes_nothing(edge: Edge, make_key: Ma
     wait_until(lambda: "keys: the file: it is not JSON" in edge.log.read_text())
     edge.keys_file.unlink()
     wait_until(lambda: "keys: the file has gone" in edge.log.read_text())
+    assert (_models(edge, key), _models(edge, None)) == (200, 401)
+    workers = edge.worker_pids()
+    edge.signal(signal.SIGHUP)
+    wait_until(lambda: edge.log.read_text().count("keys: the file has gone") >= 3)
+    assert edge.worker_pids() == workers
     assert (_models(edge, key), _models(edge, None)) == (200, 401)
     edge.keys_file.write_text(text)
 

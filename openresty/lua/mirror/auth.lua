@@ -10,10 +10,14 @@ Auth.__index = Auth
 local KEY_BYTES = 512
 local ANYBODY = { tenant = "default", tier = "standard" }
 
+-- In the shared dict, which outlives a reload of nginx: the file has had keys.
+local KNOWN = "keys|known"
+
 --- `read()` gives the text of the keys' file, or nil where there is none; `digest(text)` is
--- SHA-256. `may_be_open`: without keys everybody is let in, as tenant "default".
-function _M.new(read, digest, may_be_open)
-    local auth = { read = read, digest = digest, may_be_open = may_be_open }
+-- SHA-256. `may_be_open`: without keys everybody is let in, as tenant "default". `dict`: a shared
+-- dict.
+function _M.new(read, digest, may_be_open, dict)
+    local auth = { read = read, digest = digest, may_be_open = may_be_open, dict = dict }
     auth.ring = key_ring.empty()
     return setmetatable(auth, Auth)
 end
@@ -22,12 +26,12 @@ end
 -- the keys of before stay: a file that is bad, or has gone, opens nothing and locks nobody out.
 function Auth:reload()
     local text = self.read()
-    if text == self.text then
+    local is_lost = text == nil and self.ring.count == 0 and self.dict:get(KNOWN) or false
+    if text == self.text and not is_lost then
         return false
     end
-    local is_gone = text == nil
     self.text = text
-    if is_gone then
+    if text == nil then
         return nil, "keys: the file has gone; the keys that were in it still hold"
     end
     local ring, reason = key_ring.parse(text)
@@ -35,6 +39,7 @@ function Auth:reload()
         return nil, reason
     end
     self.ring = ring
+    self.dict:set(KNOWN, ring.count > 0)
     return true
 end
 

@@ -58,7 +58,8 @@ function _M.configure(settings, digest)
     _M.weights = weights.new(shared.mirror_control, ngx.now)
     _M.policies = policy_store.new(shared.mirror_control,
         files.reader(settings.policy_file, policy_rules.BYTES_MAX))
-    _M.auth = auth.new(files.reader(settings.keys_file), digest, settings.may_be_open)
+    _M.auth = auth.new(files.reader(settings.keys_file), digest, settings.may_be_open,
+        shared.mirror_control)
     for _, part in ipairs({ _M.policies, _M.auth }) do
         local is_loaded, reason = part:reload()
         assert(is_loaded ~= nil, reason)

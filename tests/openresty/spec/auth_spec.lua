@@ -1,4 +1,6 @@
 local auth = require("mirror.auth")
+local fake_ngx = require("fake_ngx")
+local ngx = ngx
 
 -- Stands for SHA-256: 32 bytes that depend on the text.
 local function digest(text)
@@ -21,12 +23,16 @@ local function file_of(...)
 end
 
 describe("auth", function()
-    local text
+    local text, dict
+
+    before_each(function()
+        dict = fake_ngx.dict(ngx.now)
+    end)
 
     local function new(may_be_open)
         local a = auth.new(function()
             return text
-        end, digest, may_be_open)
+        end, digest, may_be_open, dict)
         a:reload()
         return a
     end
@@ -43,6 +49,20 @@ describe("auth", function()
         text = nil
         assert.same({ nil, "no_api_key" }, { new(false):caller(nil) })
         assert.same({ nil, "invalid_api_key" }, { new(false):caller("Bearer anything") })
+    end)
+
+    it("is not opened by a reload of nginx after the file has gone", function()
+        text = file_of({ "msd-one", "acme" })
+        new(true)
+        text = nil
+        local reloaded = auth.new(function() end, digest, true, dict)
+        local is_loaded, reason = reloaded:reload()
+        assert.is_nil(is_loaded)
+        assert.matches("the file has gone", reason)
+        text = file_of()
+        new(true)
+        text = nil
+        assert.is_true(new(true):is_open())
     end)
 
     it("knows a caller by its key", function()
