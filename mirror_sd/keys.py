@@ -32,6 +32,8 @@ _SECRET_BYTES = 20
 # It goes into a header and into labels of metrics.
 _TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
+# The edge counts in doubles.
+_LIMIT_MAX = 2**53
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +48,10 @@ class Limits:
         """Raises `SetupError` naming the limit that no request could meet."""
         for name in ("concurrency", "requests_per_minute", "tokens_per_minute"):
             limit = getattr(self, name)
-            if limit is not None and (type(limit) is not int or limit < 1):
-                raise SetupError(f"{name} is {limit!r}; a limit is a whole number of at least 1")
+            if limit is not None and (type(limit) is not int or not 1 <= limit <= _LIMIT_MAX):
+                raise SetupError(
+                    f"{name} is {limit!r}; a limit is a whole number from 1 to {_LIMIT_MAX}"
+                )
 
 
 @dataclass(frozen=True, slots=True)

@@ -118,6 +118,13 @@ def test_command_adds_lists_and_revokes(keys: KeyFile) -> None:
     assert "revoked" in run("list")
 
 
+@pytest.mark.parametrize("limit", [0, -1, 2**53 + 1])
+def test_limit_that_the_edge_would_refuse_is_not_written(keys: KeyFile, limit: int) -> None:
+    with pytest.raises(SetupError, match="requests_per_minute"):
+        keys.add("acme", "standard", Limits(requests_per_minute=limit))
+    assert not keys.path.exists()
+
+
 def test_unknown_tier_is_wrong_usage(keys: KeyFile) -> None:
     arguments = ["add", "--tenant", "a", "--tier", "gold", "--file", str(keys.path)]
     assert CliRunner().invoke(key_cli.app, arguments).exit_code == 2

@@ -44,10 +44,14 @@ local function caller_of(path, entry)
     if not TIERS[entry.tier] then
         refuse(path .. ".tier", "it must be vip or standard")
     end
+    local revoked = entry.revoked
+    if revoked ~= nil and type(revoked) ~= "boolean" then
+        refuse(path .. ".revoked", "it must be true or false")
+    end
     local caller = {
         tenant = tenant,
         tier = entry.tier,
-        is_revoked = entry.revoked == true,
+        is_revoked = revoked == true,
     }
     for _, name in ipairs(LIMITS) do
         caller[name] = limit_of(path, entry, name)

@@ -42,6 +42,7 @@ describe("key ring", function()
         ["keys[1].sha256: it must be"] = text_with({ sha256 = "xyz" }),
         ["keys[1].concurrency"] = text_with({ concurrency = 0 }),
         ["keys[1].tokens_per_minute"] = text_with({ tokens_per_minute = 1.5 }),
+        ["keys[1].revoked"] = text_with({ revoked = "true" }),
         ["keys[2].sha256: another"] = '{"version": 1, "keys": ['
             .. ('{"sha256": "%s", "tenant": "a", "tier": "vip"},'):format(HEX)
             .. ('{"sha256": "%s", "tenant": "a", "tier": "vip"}]}'):format(HEX),
