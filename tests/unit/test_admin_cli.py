@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -162,3 +163,12 @@ def test_port_without_a_stack_is_told(tmp_path: Path, monkeypatch: pytest.Monkey
     for command in (["weights"], ["policy", "show"], ["emulate", "--class", "gpu"]):
         with pytest.raises(SetupError, match=f"no stack runs on port {PORT}"):
             cli(*command)
+
+
+@pytest.mark.skipif(shutil.which("nginx") is None, reason="needs nginx")
+def test_route_without_a_stack_names_the_line_of_a_bad_policy(tmp_path: Path) -> None:
+    policy = tmp_path / "policy.lua"
+    policy.write_text("return {\n    colour = 1,\n}\n")
+    overrides = [f"server.policy_file={policy}", f"server.keys_file={tmp_path / 'keys.json'}"]
+    with pytest.raises(SetupError, match=r"does not start: policy: line 2: colour: there is no"):
+        routing.explain({"prompt_tokens": 30, "tier": "vip"}, PORT, None, overrides)
