@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import re
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -106,13 +105,3 @@ def _why(log: Path) -> str:
     found = next((line for line in lines if "error: " in line or "[emerg]" in line), "")
     told = found.rpartition("error: ")[2] or found
     return re.sub(r"^\S+\.lua:\d+: ", "", told).strip() or "it says nothing"
-
-
-def _reason_in(log: Path) -> str:
-    """The first error of nginx's log; what follows a fault in Lua is where it was raised."""
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    faults = [line for line in lines if "[error]" in line or "[emerg]" in line]
-    if not faults:
-        return lines[-1].strip() if lines else "it says nothing"
-    said = faults[0].partition("] ")[2].partition(": ")[2]
-    return re.sub(r"^init_by_lua error: \S+?\.lua:\d+: ", "", said)
