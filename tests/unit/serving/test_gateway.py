@@ -620,6 +620,18 @@ def test_a_request_id_that_breaks_the_rules_is_replaced(given: str) -> None:
     assert re.fullmatch("[0-9a-f]{32}", response.headers["x-request-id"])
 
 
+def test_the_counts_are_told_as_the_contract_has_them() -> None:
+    counts = CONTRACT["counts"]
+    whole = ask(ScriptedBroker(ids_of("ab")), CHAT, chat())
+    assert [name for name in counts["headers"] if name in whole.headers] == counts["headers"]
+    stream = ask(ScriptedBroker(ids_of("ab")), CHAT, chat(stream=True))
+    prompt, made = (whole.headers[name] for name in counts["headers"])
+    end = counts["stream_end"]
+    assert f" {end['prompt']} {end['completion']}" in end["text"]
+    expected = end["text"].replace(f" {end['prompt']} {end['completion']}", f" {prompt} {made}")
+    assert stream.text.endswith(expected)
+
+
 def test_the_devices_and_tiers_of_the_contract_are_understood() -> None:
     for device in CONTRACT["classes"]:
         for tier in CONTRACT["tiers"]:
