@@ -24,6 +24,7 @@ _CANDIDATES = (
     "/usr/local/openresty/bin/openresty",
 )
 _MODULES = ("ndk_http_module.so", "ngx_http_lua_module.so")
+_PLAIN_NAME = re.compile(r"[\w.:/+@-]+")
 _GATEWAY_GRACE_S = 10
 _BODY_TIMEOUT_S = 30
 
@@ -94,8 +95,9 @@ def policy_file(config: Config) -> Path:
     return Path(named).expanduser().absolute()
 
 
-def render(config: Config, run: RunDir, nginx: Nginx, error_log: Path) -> str:
-    """The text of nginx.conf. Raises `SetupError` where the template cannot be used."""
+def render(config: Config, run: RunDir, nginx: Nginx, error_log: Path, model: str = "") -> str:
+    """The text of nginx.conf; `model` is the name that is served. Raises `SetupError` where the
+    template cannot be used."""
     openresty = source_root() / "openresty"
     gateways = [f"unix:{run.gateway_socket(index)}" for index in range(config.server.gateways)]
     host = f"[{config.server.host}]" if ":" in config.server.host else config.server.host
@@ -117,6 +119,8 @@ def render(config: Config, run: RunDir, nginx: Nginx, error_log: Path) -> str:
         "may_be_open": "true" if is_loopback(config.server.host) else "false",
         "gateway_servers": ",".join(gateways),
         "classes": ",".join(config.pools),
+        # A name that the file cannot hold shares its rates with bodies that name no model.
+        "models": model if _PLAIN_NAME.fullmatch(model) else "",
         "max_body_bytes": str(config.server.max_body_bytes),
         "body_timeout_s": str(_BODY_TIMEOUT_S),
         # The gateway ends an overdue request itself, with the right error; nginx must not be first.

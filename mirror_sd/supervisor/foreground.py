@@ -49,11 +49,12 @@ def _run(config: Config, claim: Claim, announce: Callable[[str], None]) -> int:
     claim.acquire()
     preflight.check_ports(config.server)
     preflight.check_disk(run.path)
-    name = lay_out_tokenizer(config, run)
+    found = lay_out_tokenizer(config, run)
+    name = config.model.served_name or found
     run.config_json.write_text(config.model_dump_json(indent=2), encoding="utf-8")
     run_directory.write_admin_token(run)
     error_log = run_directory.logs(run) / "nginx.log"
-    text = edge.render(config, run, nginx, error_log)
+    text = edge.render(config, run, nginx, error_log, name)
     (run.nginx / "nginx.conf").write_text(text, encoding="utf-8")
     waker = Waker()
     waker.install()
@@ -64,7 +65,7 @@ def _run(config: Config, claim: Claim, announce: Callable[[str], None]) -> int:
             "open: there are no API keys, so whoever is on this machine may use the server; "
             "`mirror-sd key add --tenant NAME` closes it"
         )
-    return _serve(stack, config, config.model.served_name or name, announce)
+    return _serve(stack, config, name, announce)
 
 
 def lay_out_tokenizer(config: Config, run: RunDir) -> str:

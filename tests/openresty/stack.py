@@ -126,6 +126,7 @@ class Edge:
             "may_be_open": "true",
             "gateway_servers": ",".join(f"unix:{gateway.path}" for gateway in self.gateways),
             "classes": ",".join(self.classes),
+            "models": "m",
             "max_body_bytes": MAX_BODY_BYTES,
             "body_timeout_s": BODY_TIMEOUT_S,
             "request_timeout_s": 30,

@@ -141,7 +141,7 @@ def test_rendered_configuration_is_one_that_nginx_accepts(run: RunDir) -> None:
             environ={},
         )
         log = run_directory.logs(run) / "nginx.log"
-        text = edge.render(config, run, nginx, log)
+        text = edge.render(config, run, nginx, log, "org/model-1.5B")
         (run.nginx / "nginx.conf").write_text(text)
         spec = processes.nginx_spec(run, nginx)
         done = subprocess.run([*spec.argv, "-t"], capture_output=True, text=True)
@@ -149,11 +149,19 @@ def test_rendered_configuration_is_one_that_nginx_accepts(run: RunDir) -> None:
         assert "listen [::1]:18099;" in text
         assert "listen 127.0.0.1:19099;" in text
         assert "may_be_open = true" in text
+        assert "models = [==[org/model-1.5B]==]" in text
         # Later than the gateway's own limit, which has the right error.
         assert "proxy_read_timeout 13s;" in text
         assert f"unix:{run.gateway_socket(1)}" in text
     finally:
         claim.release()
+
+
+def test_name_of_a_model_cannot_leave_its_place_in_the_configuration(run: RunDir) -> None:
+    nginx = edge.Nginx(Path("nginx"), ())
+    for name in ("]==], x = [==[", "a,b", "a\nb", "a b"):
+        text = edge.render(load(environ={}), run, nginx, Path("nginx.log"), name)
+        assert "models = [==[]==]" in text
 
 
 def test_edge_is_closed_without_keys_where_others_can_reach_it(run: RunDir) -> None:

@@ -36,7 +36,7 @@ local function known_classes(names)
     return names
 end
 
---- `settings`: gateways and classes as comma lists, body_timeout_s, policy_file, keys_file,
+--- `settings`: gateways, classes and models as comma lists, body_timeout_s, policy_file, keys_file,
 -- admin_token_file, may_be_open (let everybody in where there are no keys); `digest` is SHA-256.
 -- Raises where one of them, the policy or the keys are bad, which keeps nginx from starting, and
 -- a reload from being done.
@@ -54,7 +54,7 @@ function _M.configure(settings, digest)
     _M.metrics = metrics.new(shared.mirror_metrics)
     _M.qps = qps.new(shared.mirror_usage, ngx.now)
     _M.admission = admission.new(shared.mirror_usage, _M.flight, ngx.now)
-    _M.token_rates = token_rates.new(shared.mirror_control)
+    _M.token_rates = token_rates.new(shared.mirror_control, split(settings.models))
     _M.weights = weights.new(shared.mirror_control, ngx.now)
     _M.policies = policy_store.new(shared.mirror_control,
         files.reader(settings.policy_file, policy_rules.BYTES_MAX))

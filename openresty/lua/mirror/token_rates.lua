@@ -19,28 +19,20 @@ local NOISE = 0.04
 local SURPRISE = 2
 local DOUBT, DOUBT_MAX = 1, 4
 local RATE_MIN, RATE_MAX = 0.01, 4
--- A model's name is what the body seems to say, so a client can make up any: beyond so many they
--- share the rates of bodies that say none.
-local NAME_BYTES = 200
-local NAMES_MAX = 16
-local NAMES = "rates|names"
-
-function _M.new(dict)
-    return setmetatable({ dict = dict }, TokenRates)
-end
-
+-- Of bodies that do not say which of the models they are for.
 local SHARED = "rates|"
 
--- The key under which a model's rates are kept, or would be.
+--- `models`: the names served. Another one in a body, which is made up, gets no rates of its own.
+function _M.new(dict, models)
+    local keys = {}
+    for _, model in ipairs(models) do
+        keys[model] = SHARED .. model
+    end
+    return setmetatable({ dict = dict, keys = keys }, TokenRates)
+end
+
 local function key_of(self, model)
-    if not model or #model > NAME_BYTES then
-        return SHARED
-    end
-    local key = SHARED .. model
-    if not self.dict:get(key .. "|ascii") and (self.dict:get(NAMES) or 0) >= NAMES_MAX then
-        return SHARED
-    end
-    return key
+    return model and self.keys[model] or SHARED
 end
 
 local function rates_at(self, key, policy)
@@ -71,9 +63,6 @@ function TokenRates:learn(model, ascii_bytes, other_bytes, tokens, policy)
         return
     end
     local key = key_of(self, model)
-    if key ~= SHARED and not self.dict:get(key .. "|ascii") then
-        self.dict:incr(NAMES, 1, 0)
-    end
     local a, b = rates_at(self, key, policy)
     local doubts = self.dict:get(key .. "|doubt") or ""
     local paa, pab, pbb = match(doubts, "^(%S+) (%S+) (%S+)$")

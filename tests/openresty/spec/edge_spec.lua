@@ -4,6 +4,7 @@ local function settings(changes)
     local values = {
         gateways = "unix:/a.sock, unix:/b.sock",
         classes = "cpu,gpu",
+        models = "m",
         body_timeout_s = 30,
         policy_file = "openresty/lua/mirror/policy.lua",
         keys_file = "/nonexistent/keys.json",
