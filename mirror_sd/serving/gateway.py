@@ -9,10 +9,11 @@ it was given.
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import falcon
@@ -29,6 +30,8 @@ from mirror_sd.serving.generation import Broker
 from mirror_sd.serving.intake import Intake
 from mirror_sd.serving.streaming import Send
 from mirror_sd.serving.text_thread import TextThread
+
+_log = logging.getLogger(__name__)
 
 _PROMPT_THREADS = 4
 
@@ -59,12 +62,18 @@ class _Lifespan:
 
     async def process_startup(self, scope: Mapping[str, Any], event: Mapping[str, Any]) -> None:
         await self._parts.broker.start()
-        self._parts.prompt_threads.submit(self._parts.intake.prepare)
+        preparing = self._parts.prompt_threads.submit(self._parts.intake.prepare)
+        preparing.add_done_callback(_report_failure)
 
     async def process_shutdown(self, scope: Mapping[str, Any], event: Mapping[str, Any]) -> None:
         await self._parts.broker.close()
         self._parts.text_thread.close()
         self._parts.prompt_threads.shutdown(wait=False)
+
+
+def _report_failure(preparing: Future[None]) -> None:
+    if not preparing.cancelled() and (error := preparing.exception()) is not None:
+        _log.error("requests cannot be compared with others", exc_info=error)
 
 
 def create_app(
