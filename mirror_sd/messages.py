@@ -112,6 +112,8 @@ class Submit(Message, frozen=True, kw_only=True, tag="submit"):
     merge: MergeProfile | None = None
     # Step 0..3 of the ladder of degradation that held when the request came.
     degrade_level: int = 0
+    # Classes that must not take it over from its own: heat or memory holds them back.
+    spare: tuple[str, ...] = ()
 
     def age_s(self, unix_now: float) -> float:
         """Seconds since the gateway received it; 0 where that is unknown or in the future."""

@@ -224,7 +224,11 @@ class Dispatcher:
         # A stream is worth moving only as late as if its class were gone.
         patience_s = rules.fallback_s if pick.ticket.is_resumed else rules.steal_after_s
         due_at = pick.entry.queued_at + max(patience_s, rules.steal_after_s)
-        others = [other for other, queue in self._queues.items() if other != name and not queue]
+        others = [
+            other
+            for other, queue in self._queues.items()
+            if other != name and not queue and other not in pick.ticket.spare
+        ]
         worker_id = self.roster.choose(others)
         if worker_id is None or self._clock() >= due_at:
             return worker_id

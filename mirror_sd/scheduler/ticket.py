@@ -17,6 +17,7 @@ class Ticket:
     tenants get equal shares of it. `tokens_left` is how much longer it may run.
     `is_resumed`: part of its answer has been given, so that it can no longer be refused.
     `waits_for_batch`: it may be held back for a moment to join a running batch with others.
+    `spare`: classes that must not take it over.
     """
 
     request_id: str
@@ -29,6 +30,7 @@ class Ticket:
     tokens_left: int = 0
     is_resumed: bool = False
     waits_for_batch: bool = False
+    spare: tuple[str, ...] = ()
 
     @property
     def is_vip(self) -> bool:

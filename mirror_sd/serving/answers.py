@@ -204,6 +204,7 @@ def caller_of(headers: Mapping[bytes, bytes], config: Config) -> Caller:
         tier="vip" if given(b"x-mirror-tier") == "vip" else "standard",
         tenant=tenant if _TENANT.fullmatch(tenant) else "default",
         degrade_level=int(level) if level in _DEGRADE_LEVELS else 0,
+        spare=tuple(name for name in given(b"x-mirror-spare").split(",") if name in config.pools),
     )
 
 

@@ -130,6 +130,7 @@ class GatewayDesk:
             tokens_left=submit.params.max_tokens - len(submit.delivered),
             is_resumed=bool(submit.delivered) or self._book.is_returning(submit.request_id),
             waits_for_batch=submit.degrade_level == 0,
+            spare=submit.spare,
         )
 
 

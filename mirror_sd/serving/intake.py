@@ -38,13 +38,14 @@ CAPPED_TOKENS = 256
 @dataclass(frozen=True, slots=True)
 class Caller:
     """What the edge says about a request. `tier` is "vip" or "standard", `degrade_level` the step
-    of the ladder of degradation, 0 to 3."""
+    of the ladder of degradation, 0 to 3, `spare` the classes that are held back."""
 
     request_id: str
     device_class: str
     tier: str
     tenant: str
     degrade_level: int = 0
+    spare: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +218,7 @@ class Intake:
             received_at=now,
             timeout_s=self._timeout_s,
             degrade_level=caller.degrade_level,
+            spare=caller.spare,
         )
         sequences = [
             PlannedSequence(

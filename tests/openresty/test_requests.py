@@ -34,7 +34,8 @@ def test_the_gateway_gets_the_edges_headers_and_none_of_the_clients(edge: Edge) 
     assert "forged" not in seen["headers"].values()
     assert "cookie" not in seen["headers"]
     for header in contract:
-        value = seen["headers"][header["name"].lower()]
+        # nginx leaves out a header that is empty.
+        value = seen["headers"].get(header["name"].lower(), "")
         assert re.fullmatch(header["pattern"], value), header["name"]
 
 

@@ -122,6 +122,16 @@ def test_the_gateway_takes_the_edges_degradation_level(level: int) -> None:
     assert caller_of(headers, config.Config()).degrade_level == level
 
 
+@pytest.mark.parametrize(
+    ("text", "spare"), [("", ()), ("gpu", ("gpu",)), ("tpu,gpu", ("gpu",)), ("gpu;cpu", ())]
+)
+def test_the_gateway_takes_the_classes_to_spare_that_it_knows(
+    text: str, spare: tuple[str, ...]
+) -> None:
+    settings = config.load(overrides=["pools.gpu.engine=emulated"], environ={})
+    assert caller_of({b"x-mirror-spare": text.encode()}, settings).spare == spare
+
+
 @pytest.mark.parametrize("case", ESTIMATE["cases"], ids=lambda case: case["name"])
 def test_the_estimates_byte_counts_are_those_of_the_decoded_text(case: dict[str, Any]) -> None:
     text = re.sub(r"\\u([0-9a-f]{4})", lambda match: chr(int(match[1], 16)), case["text"])

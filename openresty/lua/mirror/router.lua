@@ -82,6 +82,18 @@ local function measure(self, slots, flight)
     return headroom, relief
 end
 
+--- The classes, as a comma list, that must not take over what waits for others: heat or memory
+-- leaves little of them.
+function Router:spared(health)
+    local found = ""
+    for _, class in ipairs(self.classes) do
+        if ((health or NONE)[class] or 1) < HEALTHY then
+            found = found == "" and class or found .. "," .. class
+        end
+    end
+    return found
+end
+
 -- The first class of `prefer` that is healthy and has room; where all are full, the healthy one
 -- that is least so. Its requests displace those of other tiers, so only its own take room.
 local function preferred(self, rule, health, slots, flight)

@@ -47,6 +47,14 @@ describe("router", function()
         end
     end)
 
+    it("names the classes that must not take over what waits for others", function()
+        local r = router.new(policy, ALL)
+        assert.equal("", r:spared(nil))
+        assert.equal("", r:spared({ cpu = 1, gpu = 0.5 }))
+        assert.equal("gpu", r:spared({ cpu = 1, gpu = 0.49, tpu = 0.9 }))
+        assert.equal("cpu,tpu", r:spared({ cpu = 0, gpu = 1, tpu = 0.4 }))
+    end)
+
     it("spreads the rarer class evenly between the others", function()
         local r = router.new(policy, ALL)
         local longest, run = 0, 0

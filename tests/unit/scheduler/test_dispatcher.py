@@ -301,6 +301,19 @@ def test_a_class_with_requests_of_its_own_steals_nothing() -> None:
     assert assignments(dispatcher) == [("c", "c0")]
 
 
+def test_a_class_that_is_held_back_steals_nothing() -> None:
+    clock = Clock()
+    dispatcher = make_dispatcher(clock, steal_after_s=0.25)
+    dispatcher.roster.join("g0", "gpu", 4)
+    dispatcher.roster.join("c0", "cpu", 1)
+    for name in "abc":
+        dispatcher.enqueue(ticket(name, "cpu", spare=("gpu",) if name != "c" else ()))
+    assert assignments(dispatcher) == [("a", "c0")]
+    clock.now += 10
+    dispatcher.release("a")
+    assert assignments(dispatcher) == [("b", "c0"), ("c", "g0")]
+
+
 def test_a_stream_that_is_resumed_waits_longer_before_it_is_stolen() -> None:
     clock = Clock()
     dispatcher = make_dispatcher(clock, steal_after_s=0.25)

@@ -23,6 +23,7 @@ local function route(ctx, caller, live, tokens, rate)
     var.mirror_tenant = caller.tenant
     var.mirror_prompt_estimate = tokens
     var.mirror_degrade = live.degrade_level
+    var.mirror_spare = edge.router():spared(live.health)
 end
 
 return function()
