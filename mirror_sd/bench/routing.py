@@ -14,6 +14,7 @@ The first two have no probe, no stealing and no displacement; VIP goes first in 
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 import threading
 import time
@@ -32,8 +33,9 @@ from mirror_sd.bench.serve_stack import measured
 from mirror_sd.keys import Tier
 
 MODES = ("round_robin", "gpu_only", "ours")
-# Milliseconds of a step and sequences in it.
-PROFILES = {"cpu": (120.0, 8), "gpu": (20.0, 32), "tpu": (15.0, 64)}
+# Milliseconds of a step and sequences in it, as in workers/profiles.
+PROFILES = "cpu=120/8,gpu=20/32,tpu=15/64"
+_PROFILE = re.compile(r"(cpu|gpu|tpu)=(\d+(?:\.\d+)?)/(\d+)")
 _WEIGHTS = {"round_robin": "{ cpu = 1, gpu = 1, tpu = 1 }", "gpu_only": "{ gpu = 1 }"}
 _PLAIN = ("probe.enabled=false", "scheduler.preemption=false", "scheduler.steal_after_ms=1e9")
 _SEED = 7
@@ -43,21 +45,21 @@ _ANSWER_S = 30.0
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What is measured: `overload` times the capacity for `seconds`, of which the first `warm_s`
-    do not count for the throughput; `slowdown` stretches every class's steps."""
+    do not count for the throughput; `profiles` are milliseconds of a step and sequences in it."""
 
+    profiles: dict[str, tuple[float, int]]
     seconds: float
     warm_s: float
     grace_s: float
     overload: float
-    slowdown: float
     vip_share: float
     dataset: Path | None
 
     def capacity_tok_s(self) -> dict[str, float]:
         """Of each class, with all its slots taken."""
         return {
-            name: round(batch / (latency_ms * self.slowdown / 1e3), 1)
-            for name, (latency_ms, batch) in PROFILES.items()
+            name: round(1e3 * batch / latency_ms, 1)
+            for name, (latency_ms, batch) in self.profiles.items()
         }
 
     def mix(self) -> traffic.Mix:
@@ -72,6 +74,9 @@ def command(
     warm: Annotated[float, typer.Option(min=0, help="Seconds before the throughput counts.")] = 5.0,
     grace: Annotated[float, typer.Option(min=0, help="Seconds for what still runs then.")] = 20.0,
     overload: Annotated[float, typer.Option(min=0.1, help="Offered load by capacity.")] = 1.5,
+    profiles: Annotated[
+        str, typer.Option(help="Emulated classes: ms of a step / sequences in it.")
+    ] = PROFILES,
     slowdown: Annotated[
         float, typer.Option(min=0.1, help="Stretch the steps of all emulated classes alike.")
     ] = 2.0,
@@ -88,10 +93,11 @@ def command(
     longest time to a first token. Answers cut off at the end count with the time they had taken.
     """
     chosen = one_of(modes, MODES, "--modes")
-    plan = Plan(seconds, min(warm, seconds / 2), grace, overload, slowdown, vip_share, dataset)
+    emulated = read_profiles(profiles, slowdown)
+    plan = Plan(emulated, seconds, min(warm, seconds / 2), grace, overload, vip_share, dataset)
     runs = {mode: _run(mode, plan, overrides or ()) for mode in chosen}
     facts = {
-        "emulated": {name: f"{ms * slowdown:g} ms / {n}" for name, (ms, n) in PROFILES.items()},
+        "emulated": {name: f"{ms:g} ms / {n}" for name, (ms, n) in emulated.items()},
         "slowdown": slowdown,
         "capacity_tok_s": plan.capacity_tok_s(),
         "overload": overload,
@@ -99,6 +105,22 @@ def command(
         "seconds": seconds,
     }
     show({"machine": machine.describe(), **facts, **runs}, as_json)
+
+
+def read_profiles(text: str, slowdown: float) -> dict[str, tuple[float, int]]:
+    """Milliseconds of a step, stretched by `slowdown`, and sequences in it, of each class.
+
+    Raises `typer.BadParameter`.
+    """
+    profiles: dict[str, tuple[float, int]] = {}
+    for item in text.split(","):
+        found = _PROFILE.fullmatch(item.strip())
+        if found is None or float(found[2]) <= 0 or int(found[3]) < 1:
+            raise typer.BadParameter(f"{item!r}: write it as {PROFILES}", param_hint="--profiles")
+        profiles[found[1]] = (float(found[2]) * slowdown, int(found[3]))
+    if not {"cpu", "gpu"} <= set(profiles):
+        raise typer.BadParameter("cpu and gpu must be among them", param_hint="--profiles")
+    return profiles
 
 
 def _run(mode: str, plan: Plan, overrides: Sequence[str]) -> dict[str, Any]:
@@ -219,10 +241,10 @@ def _arrivals(requests: Sequence[traffic.Request], stack: OwnStack) -> list[Arri
 
 def _settings(mode: str, plan: Plan, directory: Path) -> list[str]:
     settings = ["engine.prefill_chunk=8192"]
-    for name, (latency_ms, batch) in PROFILES.items():
+    for name, (latency_ms, batch) in plan.profiles.items():
         settings += [
             f"pools.{name}.engine=emulated",
-            f"pools.{name}.emulation.latency_ms={latency_ms * plan.slowdown}",
+            f"pools.{name}.emulation.latency_ms={latency_ms}",
             f"pools.{name}.emulation.max_batch={batch}",
             f"scheduler.max_batch_size.{name.upper()}={batch}",
         ]

@@ -7,16 +7,42 @@ import statistics
 from pathlib import Path
 
 import pytest
+import typer
 
 from mirror_sd.bench import routing, traffic
 from mirror_sd.bench.load import Exchange
 from mirror_sd.bench.routing import Plan, _report, _Run
+from mirror_sd.config import EmulationConfig
+from workers import profile
 
-PLAN = Plan(seconds=10, warm_s=2, grace_s=5, overload=1.5, slowdown=2, vip_share=0.2, dataset=None)
+PLAN = Plan(
+    profiles=routing.read_profiles(routing.PROFILES, slowdown=2),
+    seconds=10,
+    warm_s=2,
+    grace_s=5,
+    overload=1.5,
+    vip_share=0.2,
+    dataset=None,
+)
 
 
 def test_capacity_is_that_of_all_slots_of_each_class() -> None:
     assert PLAN.capacity_tok_s() == {"cpu": 33.3, "gpu": 800.0, "tpu": 2133.3}
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "cpu=120", "gpu=0/8", "gpu=20/0", "npu=1/2,gpu=20/8", "gpu=x/8", "cpu=120/8", "gpu=20/8"],
+)
+def test_profile_that_says_nothing_is_wrong_usage(text: str) -> None:
+    with pytest.raises(typer.BadParameter):
+        routing.read_profiles(text, 1)
+
+
+def test_profiles_on_our_side_are_those_of_the_workers() -> None:
+    for name, (latency_ms, batch) in routing.read_profiles(routing.PROFILES, 1).items():
+        theirs = profile.load(name, EmulationConfig())
+        assert (theirs.latency_ms, theirs.max_batch) == (latency_ms, batch)
 
 
 def test_offered_tokens_are_the_overload_times_the_capacity() -> None:
