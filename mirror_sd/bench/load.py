@@ -38,9 +38,10 @@ class Arrival:
 
 @dataclass(slots=True)
 class Exchange:
-    """A request and its answer. Times are seconds of `time.perf_counter`; `ended` and `status` stay
-    None where no whole answer came. `texts` are the times at which pieces of text came, and how
-    many events were in each; `tail` is the end of the answer."""
+    """A request and its answer. Times are seconds of `time.perf_counter`; `ended` stays None where
+    no whole answer came, `is_broken` tells that the server closed the connection. `texts` are the
+    times at which pieces of text came, and how many events were in each; `tail` is the end of the
+    answer."""
 
     label: str
     due: float
@@ -49,6 +50,7 @@ class Exchange:
     ended: float | None = None
     texts: list[tuple[float, int]] = field(default_factory=list)
     tail: bytes = b""
+    is_broken: bool = False
 
     @property
     def first(self) -> float | None:
@@ -209,7 +211,7 @@ class LoadClient:
         if exchange is None or not piece:
             self._drop(number)
             if exchange is not None:
-                exchange.status = None
+                exchange.is_broken = True
                 self._done.append(exchange)
         elif connection.take(exchange, piece, now):
             exchange.ended = now

@@ -224,7 +224,7 @@ def _is_refused(exchange: Exchange) -> bool:
 def _is_failed(exchange: Exchange) -> bool:
     """An answer that is an error, has one in its stream, or broke off before we cut it."""
     if exchange.ended is None:
-        return exchange.status is None and bool(exchange.tail)
+        return exchange.is_broken
     return exchange.status != 200 or b'data: {"error"' in exchange.tail
 
 
