@@ -71,6 +71,36 @@ describe("token rates", function()
         assert.is_true(math.abs(other - 0.6) < 0.06, other)
     end)
 
+    local function is_near(ascii, tokens)
+        local estimate = prompt_estimate.tokens(ascii, 0, rates:of("m", policy))
+        return math.abs(estimate - tokens) <= 0.25 * tokens
+    end
+
+    it("follow within 20 requests when prompts of one token give way to longer ones", function()
+        for _ = 1, 1000 do
+            rates:learn("m", 90, 0, 1, policy)
+        end
+        for _ = 1, 20 do
+            rates:learn("m", 560, 0, 101, policy)
+        end
+        assert.is_true(is_near(560, 101))
+    end)
+
+    it("are right for others while every third prompt has one token", function()
+        local near = 0
+        for index = 1, 600 do
+            local words = 50 + 37 * index % 1900
+            if index > 300 then
+                near = near + (is_near(90 + 5 * words, words) and 1 or 0)
+            end
+            rates:learn("m", 90 + 5 * words, 0, words, policy)
+            if index % 2 == 0 then
+                rates:learn("m", 90, 0, 1, policy)
+            end
+        end
+        assert.is_true(near >= 270, near)
+    end)
+
     it("approach those of a model that is far from the policy's", function()
         for index = 1, 100 do
             rates:learn("m", 100 + 10 * index, 0, 2 * (100 + 10 * index), policy)
