@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +31,7 @@ class RunningStack:
             self._cores = len(supervisor.cpu_affinity())
             self._processes = [(_role(p), p) for p in supervisor.children(recursive=True)]
             self._processes.append(("supervisor", supervisor))
+            self._spent: dict[int, float] = {}
         except (OSError, ValueError, psutil.Error) as error:
             raise SetupError(f"no stack runs on port {port} (looked in {run.path})") from error
 
@@ -50,11 +51,14 @@ class RunningStack:
         ]
 
     def cpu_s(self) -> dict[str, float]:
-        """User and system seconds so far by role, the measuring process as `CLIENT`."""
+        """User and system seconds so far by role, the measuring process as `CLIENT`; of a process
+        that has ended, what was known last."""
         seconds = {CLIENT: time.process_time()}
         for role, process in self._processes:
-            spent = process.cpu_times()
-            seconds[role] = seconds.get(role, 0.0) + spent.user + spent.system
+            with suppress(psutil.NoSuchProcess):
+                spent = process.cpu_times()
+                self._spent[process.pid] = spent.user + spent.system
+            seconds[role] = seconds.get(role, 0.0) + self._spent.get(process.pid, 0.0)
         return seconds
 
 
