@@ -16,10 +16,16 @@ function InFlight:count(name)
     return self.dict:get("flight|" .. name) or 0
 end
 
---- The count after adding `difference`.
+--- The count after adding `difference`. A count that a full dict has lost begins at 0 again, and
+-- what was in it is not taken off once more: below 0 it would let in too many for ever.
 function InFlight:add(name, difference)
     self.dict:incr("held|" .. self.pid() .. "|" .. name, difference, 0)
-    return self.dict:incr("flight|" .. name, difference, 0) or 0
+    local count = self.dict:incr("flight|" .. name, difference, 0) or 0
+    if count < 0 then
+        self.dict:incr("flight|" .. name, -count, 0)
+        return 0
+    end
+    return count
 end
 
 --- Give back what nginx workers that are gone still hold; `is_alive(pid)` tells.
@@ -29,7 +35,7 @@ function InFlight:recover(is_alive)
         if pid and not is_alive(tonumber(pid)) then
             -- Two workers may start at once: whoever adds the mark does the work.
             if self.dict:add("recovered|" .. key, true, 60) then
-                self.dict:incr("flight|" .. name, -(self.dict:get(key) or 0), 0)
+                self.dict:incr("flight|" .. name, -math.max(0, self.dict:get(key) or 0), 0)
                 self.dict:delete(key)
             end
         end
