@@ -31,8 +31,8 @@ class EdgeClient:
         self._timeout_s = timeout_s
 
     def state(self) -> dict[str, Any]:
-        """`GET /admin/state`. Raises `EdgeError`."""
-        content = self._ask(self._admin, "GET", "/admin/state", self._bearer())
+        """`GET /admin/state`, without the rates of each tenant. Raises `EdgeError`."""
+        content = self._ask(self._admin, "GET", "/admin/state?tenants=no", self._bearer())
         try:
             state = json.loads(content)
         except ValueError as error:

@@ -56,6 +56,7 @@ def test_the_admin_server_has_no_other_paths_or_methods(wide_edge: Edge) -> None
     assert wide_edge.admin("GET", "/v1/models").status_code == 404
     answer = wide_edge.admin("DELETE", "/admin/policy")
     assert answer.status_code == 405
+    assert answer.headers["Allow"] == "GET, PUT"
     assert error_of(answer.content)["code"] == "method_not_allowed"
 
 
@@ -184,6 +185,8 @@ def test_the_state_holds_the_gateways_and_the_edges_own(wide_edge: Edge) -> None
     edge = state["edge"]
     assert set(edge["qps"]["class"]) == set(edge["in_flight"]) == {"cpu", "gpu", "tpu"}
     assert edge["qps"]["tenant"]["default"] > 0
+    brief = wide_edge.admin("GET", "/admin/state?tenants=no").json()["edge"]
+    assert brief["qps"]["tenant"] == {} and brief["slots"] == edge["slots"]
     assert 0 <= edge["weights_age_s"] < 2
     assert edge["factors"] == {"gpu": 0.5}
     shares = edge["effective_weights"][1]["shares"]

@@ -200,7 +200,7 @@ def test_without_a_state_nothing_is_said_to_the_edge(
         bench.run(1)
     assert len(bench.edge.documents) == taken + 1
     told = [record.getMessage() for record in caplog.records if "state" in record.getMessage()]
-    assert told == ["state: GET /admin/state: 401 no", "state: well again"]
+    assert told == ["state: GET /admin/state?tenants=no: 401 no", "state: well again"]
 
 
 def test_refused_document_is_told_as_an_alert(bench: Bench) -> None:

@@ -15,7 +15,7 @@ local function put_into_shape(ctx, header, id)
         ngx.status = 503
     end
     if ngx.status == 405 then
-        header["Allow"] = methods.allow(ngx.var.uri)
+        header["Allow"] = header["Allow"] or methods.allow(ngx.var.uri)
     end
     ctx.replacement, header["Retry-After"] = errors.body(ngx.status, id)
     header["Content-Type"] = "application/json"
