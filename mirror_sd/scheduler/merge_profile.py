@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import msgspec
 
 from mirror_sd.messages import MergeProfile, SamplingParams
-from mirror_sd.scheduler.shingles import partition_terms, signature_of
+from mirror_sd.scheduler.shingles import MAX_CHARACTERS, partition_terms, signature_of
 
 _DIGEST_BYTES = 16
 _encoder = msgspec.msgpack.Encoder()
@@ -42,7 +42,8 @@ def profile_of(
     if not compare:
         return MergeProfile(exact=exact, scope=scope)
     signature = signature_of(user_text, permutations)
-    if settings is not None and signature:
+    # The signature of a longer text does not cover its middle.
+    if settings is not None and signature and len(user_text) <= MAX_CHARACTERS:
         terms = partition_terms(user_text)
         partition = _digest("partition", tenant, model, settings, system_text, terms)
     return MergeProfile(

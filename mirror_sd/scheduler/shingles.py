@@ -108,15 +108,21 @@ _NUMBERS = _words(
     " seventh eighth ninth tenth half halves quarter quarters once twice thrice double triple both"
     " single pair pairs dozen dozens couple few several many all each every some any only more less"
     " most least xs s m l xl xxl xxxl am pm before after above below over under inside outside"
-    " on off in out up down already still yet too again"
+    " on off in out up down already still yet too again plus minus next last previous"
+    " eleventh twelfth hundredth thousandth millionth trillion trillions millions billions"
     " monday tuesday wednesday thursday friday saturday sunday today tomorrow yesterday"
+    " mon tue tues wed thu thur thurs fri sat sun noon midnight morning evening night tonight"
+    " hourly daily weekly monthly quarterly yearly annually"
     " january february march april june july august september october november december"
+    " jan feb mar apr jun jul aug sep sept oct nov dec"
     " eins zwei drei vier funf sechs sieben acht neun zehn un une deux trois quatre cinq dix"
     " uno dos tres cuatro cinco seis siete ocho nueve diez"
 )
 _NEGATIONS = _words(
     "not no never none nobody nothing nowhere neither nor without cannot cant dont doesnt didnt"
-    " wont wouldnt couldnt shouldnt isnt arent wasnt werent havent hasnt hadnt aint nay nope hardly"
+    " wont wouldnt couldnt shouldnt isnt arent wasnt werent havent hasnt hadnt aint neednt mustnt"
+    " mightnt shant darent oughtnt forbid forbids forbidden ban banned prevent prevents prevented"
+    " prohibit prohibits prohibited reject rejects rejected decline declined nay nope hardly"
     " barely scarcely seldom rarely except excluding unless instead fail fails failed lack lacks"
     " lacking refuse refused deny denied false wrong against avoid stop stopped cancel cancelled"
     " nicht kein keine keinen keiner nie niemals ohne weder ne pas jamais sans aucun aucune rien"
@@ -126,12 +132,23 @@ _NEGATIONS = _words(
 _NEGATIVE_FORM = re.compile(
     r"(?:un|dis|mis|non|il(?=l)|im(?=[mp])|ir(?=r)|in)\w{3,}|\w{2,}less|\w+n't"
 )
+# Numbers that are written as a form, Roman ones, and single letters: plan B, size XL, version II.
+_NUMBER_FORM = re.compile(
+    r"(?:thir|four|fif|six|seven|eigh|nine)teen(?:th)?"
+    r"|(?:twen|thir|four|for|fif|six|seven|eigh|nine)t(?:y|ies|ieth)"
+    r"|(?=..)x{0,3}(?:ix|iv|v?i{0,3})|[b-hj-z]"
+)
+# Signs that are part of what is asked: C# and C++, 5 $ and 5 €, a < b, thumbs up and down. A dash
+# is one before a number only.
+_SIGNS = "#%&*@/\\§‰-!"
+_APOSTROPHES = str.maketrans(dict.fromkeys("’‘`´ʼʹ′‛", "'"))
 # And what turns a number round: before, after, above, below, inside, outside.
 _HAN_NUMBERS = (
     "前后後上下内內外零〇一二三四五六七八九十百千万萬"
-    "亿億两兩半双雙壹贰叁肆伍陆柒捌玖拾廿卅几幾数每全都"
+    "亿億两兩半双雙壹贰叁肆伍陆柒捌玖拾廿卅卌俩仨几幾数每全都"
+    "今明昨去早晚"
 )
-_HAN_NEGATIONS = "不没沒无無未别別勿非否莫毋休禁拒免缺反"
+_HAN_NEGATIONS = "不没沒无無未别別勿非否莫毋休禁拒免缺反甭弗"
 _KANA_NEGATIONS = ("ない", "ません", "なし", "なく", "なけ")
 _THAI_NEGATION = "ไม่"
 _HANGUL_NEGATIONS = "안않못없아니말"
@@ -142,35 +159,47 @@ _TERM = re.compile(
     rf"|[{_HAN_NEGATIONS}{_HANGUL_NEGATIONS}][{_UNSPACED}]?"
     rf"|{'|'.join(_KANA_NEGATIONS)}|{_THAI_NEGATION}"
     rf"|[^\W0-9_{_UNSPACED}]+(?:'[^\W0-9_{_UNSPACED}]+)?"
+    r"|(?<!\w)-(?=\s?[0-9])|!(?=[\w=])|[^\w\s!-]"
 )
 
 
 def partition_terms(text: str) -> tuple[str, ...]:
     """What two texts must have in common, in this order, for one answer to serve both: numbers in
-    digits and words, codes, dates, sizes, and negations with the word that follows each.
+    digits and words, codes, dates, sizes, signs, and negations with the word that follows each.
 
     It errs on the side of more terms, because too many cost a shared answer and too few a wrong
     one. Complete for English and Chinese; for other languages it knows the common negations."""
-    folded = unicodedata.normalize("NFKC", text).casefold().replace("’", "'")
+    folded = unicodedata.normalize("NFKC", text.translate(_APOSTROPHES)).casefold()
     terms: list[str] = []
     follows = False
-    for word in _TERM.findall(_without_accents(folded)):
+    for word in _TERM.findall(_without_accents(folded).replace("–", "-")):
         is_negation, is_term = _kind(word)
-        if follows or is_term:
+        is_word = word[0].isalnum()
+        if is_term or (follows and is_word):
             terms.append(word)
-        follows = is_negation
+        if is_word:
+            follows = is_negation
     return tuple(terms)
 
 
 @lru_cache(maxsize=16_384)
 def _kind(word: str) -> tuple[bool, bool]:
-    """Whether a word is a negation, and whether it is one or a number."""
+    """Whether a word is a negation, and whether it is one, a number or a sign."""
     is_negation = _is_negation(word)
-    return is_negation, is_negation or _is_number(word)
+    return is_negation, is_negation or _is_number(word) or _is_sign(word)
 
 
 def _is_number(word: str) -> bool:
-    return any(c.isdigit() for c in word) or word in _NUMBERS or word in _HAN_NUMBERS
+    return (
+        any(c.isnumeric() for c in word)
+        or word in _NUMBERS
+        or word in _HAN_NUMBERS
+        or _NUMBER_FORM.fullmatch(word) is not None
+    )
+
+
+def _is_sign(word: str) -> bool:
+    return word in _SIGNS or unicodedata.category(word[0])[0] == "S"
 
 
 def _is_negation(word: str) -> bool:
