@@ -89,7 +89,7 @@ class EmulationConfig(_Section):
         None, ge=1, le=4096, description="emulated: most sequences in a step"
     )
     prefill_tok_s: float | None = Field(
-        None, gt=0, description="emulated: prompt tokens read in a second"
+        None, ge=0.1, description="emulated: prompt tokens read in a second"
     )
 
 

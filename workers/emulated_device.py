@@ -21,6 +21,9 @@ _log = logging.getLogger(__name__)
 
 Fault = Literal["hang", "crash", "slow_start"]
 
+# Above it a step is longer than any clock counts; "hang" is for that.
+MAX_LATENCY_FACTOR = 1e6
+_UNREADABLE = (-1, -1, -1)
 _BUSY_WINDOW_S = 1.0
 _WARMING_S = 20.0
 _IDLE_C = 35.0
@@ -41,8 +44,8 @@ class Control(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     fault: Fault | None = None
 
     def __post_init__(self) -> None:
-        if self.latency_factor < 0:
-            raise ValueError("latency_factor is negative")
+        if not 0 <= self.latency_factor <= MAX_LATENCY_FACTOR:
+            raise ValueError(f"latency_factor must be from 0 to {MAX_LATENCY_FACTOR:g}")
 
 
 class ControlFile:
@@ -60,6 +63,11 @@ class ControlFile:
         except FileNotFoundError:
             self._seen = None
             self._control = Control()
+            return self._control
+        except OSError as error:
+            if self._seen != _UNREADABLE:
+                self._seen = _UNREADABLE
+                _log.warning("%s is ignored: %s", self._path, error)
             return self._control
         mark = (status.st_mtime_ns, status.st_ino, status.st_size)
         if mark != self._seen:

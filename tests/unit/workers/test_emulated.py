@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from mirror_sd.backends.protocol import Capabilities
 from mirror_sd.config import Config, EmulationConfig, RunDir
@@ -17,7 +18,7 @@ from mirror_sd.messages import Chunk, Finished, SamplingParams, Submit
 from mirror_sd.uir import stand_in_tokenizer
 from workers import emulated, engines, profile
 from workers.emulated import ANSWER_TOKENS, EmulatedEngine
-from workers.emulated_device import ControlFile, EmulatedDevice
+from workers.emulated_device import MAX_LATENCY_FACTOR, ControlFile, EmulatedDevice
 from workers.emulated_text import EmulatedText, word_ids
 from workers.profile import Profile
 from workers.report import registration
@@ -233,7 +234,17 @@ def test_the_control_file_sets_health_and_pace_and_is_read_again_when_it_changes
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[]", '{"temperature_c": "hot"}', '{"fault": "flood"}', '{"heat": 1}']
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        '{"temperature_c": "hot"}',
+        '{"fault": "flood"}',
+        '{"heat": 1}',
+        '{"latency_factor": -1}',
+        '{"latency_factor": 1e30}',
+    ],
 )
 def test_a_control_file_that_makes_no_sense_changes_nothing(tmp_path: Path, text: str) -> None:
     bench = Bench(tmp_path, GPU)
@@ -241,6 +252,26 @@ def test_a_control_file_that_makes_no_sense_changes_nothing(tmp_path: Path, text
     assert bench.engine.health().temperature_c == 70.0
     bench.file.write_text(text)
     assert bench.engine.health().temperature_c == 70.0
+
+
+def test_a_control_file_that_cannot_be_looked_at_changes_nothing(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, GPU)
+    bench.control(temperature_c=70.0)
+    assert bench.engine.health().temperature_c == 70.0
+    bench.file.unlink()
+    bench.file.symlink_to(bench.file)
+    assert bench.engine.health().temperature_c == 70.0
+    bench.file.unlink()
+    bench.control(temperature_c=60.0)
+    assert bench.engine.health().temperature_c == 60.0
+
+
+def test_the_slowest_step_that_can_be_set_is_one_that_can_be_waited_for(tmp_path: Path) -> None:
+    slowest = EmulationConfig(latency_ms=60_000, prefill_tok_s=0.1)
+    longest_s = profile.load("gpu", slowest).step_s(8192) * MAX_LATENCY_FACTOR
+    assert longest_s < 2**62 / 1e9  # what time.sleep takes
+    with pytest.raises(ValidationError):
+        EmulationConfig(prefill_tok_s=1e-300)
 
 
 def test_a_crash_ends_a_busy_and_an_idle_worker(tmp_path: Path) -> None:
