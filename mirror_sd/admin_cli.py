@@ -107,7 +107,7 @@ def emulate(
     memory_pressure: Annotated[float | None, typer.Option(min=0, max=1)] = None,
     latency_factor: Annotated[
         float | None,
-        typer.Option(min=0, max=1e6, help="Stretches each step; 1 is the profile's own."),
+        typer.Option(min=0, max=1e4, help="Stretches each step; 1 is the profile's own."),
     ] = None,
     fault: Annotated[str | None, typer.Option(metavar="hang|crash|slow_start|none")] = None,
     reset: Annotated[bool, typer.Option("--reset", help="Forget what was set before.")] = False,
