@@ -164,10 +164,10 @@ def test_tokens_are_charged_by_estimate_and_corrected_by_the_true_counts(
     def remaining() -> int:
         return int(ask(edge, key).headers["x-ratelimit-remaining-tokens"])
 
-    # A model of their own, so that these counts teach nothing of the other bodies.
-    ask(edge, key, model="m-1", counts=[300, 200])
+    # The model that is served, so that these counts teach nothing of the other bodies.
+    ask(edge, key, model="m", counts=[300, 200])
     assert 450 <= remaining() <= 500
-    ask(edge, key, model="m-1", act="stream", counts=[100, 250])
+    ask(edge, key, model="m", act="stream", counts=[100, 250])
     before = remaining()
     assert 100 <= before <= 150
     assert ask(edge, key, act="json_error").status_code == 429

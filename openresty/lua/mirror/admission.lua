@@ -12,7 +12,7 @@ local Admission = {}
 Admission.__index = Admission
 
 local MINUTE_S = 60
-local PARTS = 6
+local PARTS = 30
 
 --- `dict`: a shared dict; `flight`: an `InFlight`; `clock`: a function of seconds.
 function _M.new(dict, flight, clock)

@@ -70,7 +70,11 @@ end
 --- Seconds until the sum is `level` or less, if nothing is added.
 function SlidingWindow:seconds_until(key, level)
     local left = 1 - elapsed(self)
-    local total, waited = part(self, 0, key) + earlier(self, key, 1 - left), 0
+    local newest = part(self, 0, key)
+    if level <= 0 and newest > 0 then
+        return (self.parts + left) * self.part_s
+    end
+    local total, waited = newest + earlier(self, key, 1 - left), 0
     for back = self.parts, 0, -1 do
         if total <= level then
             break

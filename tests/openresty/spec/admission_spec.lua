@@ -51,10 +51,10 @@ describe("admission", function()
             local is_admitted, refusal = door:enter(caller)
             assert.is_nil(is_admitted)
             assert.equal("requests", refusal.reason)
-            assert.equal(64, refusal.retry_after_s)
+            assert.equal(61, refusal.retry_after_s)
         end
         assert.equal(0, flight:count("tenant|a"))
-        ngx.advance(63.3)
+        ngx.advance(60.6)
         assert.is_nil((door:enter(caller)))
         ngx.advance(0.1)
         assert.is_true(door:enter(caller))
@@ -72,7 +72,26 @@ describe("admission", function()
         end
         assert.is_true(#times >= 560 and #times <= 660, #times)
         for index = 1, #times - 60 do
-            assert.is_true(times[index + 60] - times[index] > 49)
+            assert.is_true(times[index + 60] - times[index] > 57)
+        end
+    end)
+
+    it("lets go a minute after a burst, whenever in the minute that was", function()
+        local caller = { tenant = "a", requests_per_minute = 5 }
+        for _ = 1, 8 do
+            ngx.advance(70 + 1.3)
+            while door:enter(caller) do
+                door:leave(caller)
+            end
+            local _, refusal = door:enter(caller)
+            local waited = 0
+            while not door:enter(caller) do
+                ngx.advance(0.1)
+                waited = waited + 0.1
+            end
+            door:leave(caller)
+            assert.is_true(waited > 58 and waited < 62.1, waited)
+            assert.is_true(math.abs(refusal.retry_after_s - waited) <= 1.1, refusal.retry_after_s)
         end
     end)
 
@@ -123,12 +142,12 @@ describe("admission", function()
         assert.same({
             ["x-ratelimit-limit-requests"] = "10",
             ["x-ratelimit-remaining-requests"] = "9",
-            ["x-ratelimit-reset-requests"] = "1m10s",
+            ["x-ratelimit-reset-requests"] = "1m2s",
             ["x-ratelimit-limit-tokens"] = "5000",
             ["x-ratelimit-remaining-tokens"] = "4880",
-            ["x-ratelimit-reset-tokens"] = "1m10s",
+            ["x-ratelimit-reset-tokens"] = "1m2s",
         }, door:headers(caller))
-        ngx.advance(69.5)
+        ngx.advance(61.5)
         assert.equal("500ms", door:headers(caller)["x-ratelimit-reset-tokens"])
         assert.is_nil(door:headers({ tenant = "b", requests_per_minute = 1 })
             ["x-ratelimit-limit-tokens"])
