@@ -141,7 +141,8 @@ local function get_route()
         tier = arguments.tier or "standard",
     }
     if not request.prompt_tokens or not request.qps then
-        return refuse("route: prompt_tokens must be a number, and qps too where it is given")
+        return refuse("route: prompt_tokens must be a number from 0 to a billion, and qps too "
+            .. "where it is given")
     end
     if not edge.TIERS[request.tier] then
         return refuse("route: tier must be vip or standard")

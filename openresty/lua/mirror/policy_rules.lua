@@ -19,12 +19,19 @@ local function shown(value)
     if value == cjson.null then
         return "null"
     end
+    if type(value) == "string" then
+        return '"' .. value:sub(1, 40) .. '"'
+    end
     return type(value) == "table" and "a table" or tostring(value)
 end
 
-local function refuse(path, value, allowed)
-    local message = string.format("%s is %s; %s", path, shown(value), allowed)
+local function refuse_as(path, seen, allowed)
+    local message = string.format("%s is %s; %s", path, seen, allowed)
     error({ path = path, message = message }, 0)
+end
+
+local function refuse(path, value, allowed)
+    refuse_as(path, shown(value), allowed)
 end
 
 local function is_finite(value)
@@ -83,11 +90,11 @@ local function check_steps(path, steps, names, check_step)
     end
     for key in pairs(steps) do
         if type(key) ~= "number" or key > #steps then
-            refuse(path, "with " .. tostring(key), "it must be a list")
+            refuse_as(path, "with " .. tostring(key), "it must be a list")
         end
     end
     if #steps > STEPS then
-        refuse(path, "a list of " .. #steps, "it must have at most " .. STEPS)
+        refuse_as(path, "a list of " .. #steps, "it must have at most " .. STEPS)
     end
     local floor = 0
     for index, step in ipairs(steps) do
@@ -136,7 +143,7 @@ local function check_preference(path, list)
         seen[class], count = true, count + 1
     end
     if count ~= #list then
-        refuse(path, "a list with gaps", "it must be a list of classes, the fastest first")
+        refuse_as(path, "a list with gaps", "it must be a list of classes, the fastest first")
     end
 end
 
@@ -229,7 +236,8 @@ function _M.from_json(text)
     if excess then
         return nil, excess
     end
-    local policy, reason = cjson.decode(text)
+    -- Some editors begin a file with a byte order mark.
+    local policy, reason = cjson.decode((text:gsub("^\239\187\191", "")))
     if policy == nil then
         return nil, "policy: it is not JSON: " .. tostring(reason)
     end

@@ -15,7 +15,7 @@ local MEASURED = { "utilisation", "memory_pressure", "in_flight", "slots" }
 
 local function refuse(path, value, allowed)
     local text = value == cjson.null and "null" or type(value) == "table" and "a table"
-        or tostring(value)
+        or type(value) == "string" and '"' .. value:sub(1, 40) .. '"' or tostring(value)
     error({ message = string.format("weights: %s is %s; %s", path, text, allowed) }, 0)
 end
 

@@ -43,7 +43,7 @@ describe("policy", function()
         { "weights%.cpu is %-1", function(p) p.prompt_buckets[1].weights.cpu = -1 end },
         { "weights%.cpu is inf", function(p) p.prompt_buckets[1].weights.cpu = math.huge end },
         { "weights%.cpu is %-?nan", function(p) p.prompt_buckets[1].weights.cpu = 0 / 0 end },
-        { "weights%.cpu is 1", function(p) p.prompt_buckets[1].weights.cpu = "1" end },
+        { 'weights%.cpu is "1";', function(p) p.prompt_buckets[1].weights.cpu = "1" end },
         { "weights%.abacus: there is", function(p) p.prompt_buckets[1].weights.abacus = 1 end },
         { "weights%.cpu is 10000000;", function(p) p.prompt_buckets[1].weights.cpu = 1e7 end },
         { "factors%.cpu is 1e%+300", function(p) p.qps_bands[2].factors.cpu = 1e300 end },
@@ -68,8 +68,8 @@ describe("policy", function()
         { "factors%.cpu is %-1", function(p) p.qps_bands[2].factors.cpu = -1 end },
         { "tiers is nil", function(p) p.tiers = nil end },
         { "tiers%.gold: there is no such key", function(p) p.tiers.gold = {} end },
-        { "prefer%[2%] is abacus", function(p) p.tiers.vip.prefer[2] = "abacus" end },
-        { "prefer%[2%] is gpu; each class", function(p) p.tiers.vip.prefer[2] = "gpu" end },
+        { 'prefer%[2%] is "abacus"', function(p) p.tiers.vip.prefer[2] = "abacus" end },
+        { 'prefer%[2%] is "gpu"; each class', function(p) p.tiers.vip.prefer[2] = "gpu" end },
         { "healthy_factor is 2", function(p) p.tiers.vip.healthy_factor = 2 end },
         { "caps%.cpu is 0", function(p) p.caps.cpu = 0 end },
         { "caps%.cpu is 1%.5", function(p) p.caps.cpu = 1.5 end },
@@ -84,6 +84,10 @@ describe("policy", function()
             assert.matches(case[1], sentence)
         end)
     end
+
+    it("may begin with the mark of an editor on Windows", function()
+        assert.is_table(policy_rules.from_json("\239\187\191" .. cjson.encode(policy)))
+    end)
 
     it("refuses a text that would take long to check", function()
         for _, parse in ipairs({ policy_rules.from_lua, policy_rules.from_json }) do
@@ -131,7 +135,7 @@ return {
         { "gpu = 0.3", "gpu = -0.3", "line 4: prompt_buckets%[1%]%.weights%.gpu is %-0%.3" },
         { "tpu = 0.6", "npu = 0.6", "line 6: prompt_buckets%[2%]%.weights%.npu: there is no" },
         { "weights = { tpu = 0.6 },", "", "line 5: prompt_buckets%[2%]%.weights is nil" },
-        { "caps = {},", "caps = { cpu = 'x' },", "line 12: caps%.cpu is x" },
+        { "caps = {},", "caps = { cpu = 'x' },", 'line 12: caps%.cpu is "x"' },
         { "fallback = { cpu = 1 },", "", "line 2: fallback is nil" },
         { "below = 50,", "below = 50", "line 4: expected a comma or }, found weights" },
         { "tiers = {},", "tiers = os.exit(1),", "line 11: os is not a value" },

@@ -89,7 +89,7 @@ describe("weight document", function()
             "factor is %-0.1",
             function() return sent({ classes = { cpu = { factor = -0.1 } } }) end,
         },
-        { "factor is 1;", function() return sent({ classes = { cpu = { factor = "1" } } }) end },
+        { 'factor is "1";', function() return sent({ classes = { cpu = { factor = "1" } } }) end },
         {
             "factor is %-?nan",
             function()
@@ -106,7 +106,7 @@ describe("weight document", function()
             function() return sent({ classes = { cpu = { factor = 1, slots = -1 } } }) end,
         },
         {
-            "temperature_c is hot",
+            'temperature_c is "hot"',
             function()
                 return sent({ classes = { cpu = { factor = 1, temperature_c = "hot" } } })
             end,
