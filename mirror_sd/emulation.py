@@ -54,4 +54,6 @@ def _read(path: Path) -> dict[str, Any]:
         return {}
     except (OSError, ValueError) as error:
         raise SetupError(f"cannot read {path}: {error}; write it anew by --reset") from error
-    return dict(found)
+    if not isinstance(found, dict):
+        raise SetupError(f"{path} is no JSON object; write it anew by --reset")
+    return found

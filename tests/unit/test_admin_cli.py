@@ -151,6 +151,16 @@ def test_what_is_set_of_an_emulated_class_stays_until_it_is_reset(admin: _Admin)
     assert [p.name for p in path.parent.glob("*emulation*")] == [path.name]
 
 
+@pytest.mark.parametrize("text", ["5", "[1]", "null", "{"])
+def test_damaged_control_file_is_told_and_written_anew_by_reset(admin: _Admin, text: str) -> None:
+    path = RunDir.of_port(PORT).emulation("gpu")
+    path.write_text(text)
+    with pytest.raises(SetupError, match="write it anew by --reset"):
+        cli("emulate", "--class", "gpu", "--temperature", "86")
+    cli("emulate", "--class", "gpu", "--temperature", "86", "--reset")
+    assert json.loads(path.read_text()) == {"temperature_c": 86.0}
+
+
 def test_class_that_is_not_emulated_is_refused(admin: _Admin) -> None:
     with pytest.raises(SetupError, match="'cpu' is no emulated class of this stack"):
         cli("emulate", "--class", "cpu", "--temperature", "86")
