@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from typing import Any, Self
 from urllib.parse import urlencode
 
+from pydantic import ValidationError
+
 from mirror_sd.config import Config, RunDir
 from mirror_sd.errors import SetupError
 
@@ -77,7 +79,13 @@ def stack_on(port: int) -> tuple[Config, RunDir]:
         text = run.config_json.read_text(encoding="utf-8")
     except OSError as error:
         raise SetupError(f"no stack runs on port {port}") from error
-    return Config.model_validate_json(text), run
+    try:
+        return Config.model_validate_json(text), run
+    except ValidationError as error:
+        raise SetupError(
+            f"{run.config_json} is damaged, or of another version: stop what runs on port {port} "
+            "by `mirror-sd down`"
+        ) from error
 
 
 def _message(status: int, content: bytes) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -70,8 +71,10 @@ def bare_edge(config: Config) -> Iterator[AdminClient]:
 
 def _runs(port: int) -> bool:
     try:
-        stack_on(port)
-    except SetupError:
+        config, _ = stack_on(port)
+        # What was killed leaves its run directory.
+        socket.create_connection(("127.0.0.1", config.server.effective_admin_port), 1.0).close()
+    except (SetupError, OSError):
         return False
     return True
 

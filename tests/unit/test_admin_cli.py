@@ -175,6 +175,27 @@ def test_port_without_a_stack_is_told(tmp_path: Path, monkeypatch: pytest.Monkey
             cli(*command)
 
 
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"server": {"port": 0}}', '{"older": 1}'])
+def test_damaged_configuration_of_a_stack_is_told(admin: _Admin, text: str) -> None:
+    RunDir.of_port(PORT).config_json.write_text(text)
+    with pytest.raises(SetupError, match="is damaged, or of another version"):
+        cli("weights")
+
+
+@pytest.mark.skipif(shutil.which("nginx") is None, reason="needs nginx")
+def test_route_needs_no_stack_where_a_killed_one_left_its_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MIRROR_SD_RUN_DIR", str(tmp_path))
+    monkeypatch.setenv("MIRROR_SD__SERVER__KEYS_FILE", str(tmp_path / "keys.json"))
+    run = RunDir.of_port(PORT)
+    run.path.mkdir()
+    run.admin_token.write_text(TOKEN)
+    run.config_json.write_text(load(overrides=["server.admin_port=1"]).model_dump_json())
+    decision, is_live = routing.explain({"prompt_tokens": 30, "tier": "vip"}, PORT, None, ())
+    assert decision["class"] == "cpu" and not is_live
+
+
 @pytest.mark.skipif(shutil.which("nginx") is None, reason="needs nginx")
 def test_route_without_a_stack_names_the_line_of_a_bad_policy(tmp_path: Path) -> None:
     policy = tmp_path / "policy.lua"
