@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
 from collections.abc import Mapping
 from typing import Any, Self
 from urllib.parse import urlencode
@@ -86,6 +87,16 @@ def stack_on(port: int) -> tuple[Config, RunDir]:
             f"{run.config_json} is damaged, or of another version: stop what runs on port {port} "
             "by `mirror-sd down`"
         ) from error
+
+
+def is_listening(config: Config) -> bool:
+    """Whether the admin port of that stack takes connections; what was killed leaves its run
+    directory behind."""
+    try:
+        socket.create_connection(("127.0.0.1", config.server.effective_admin_port), 1.0).close()
+    except OSError:
+        return False
+    return True
 
 
 def _message(status: int, content: bytes) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mirror_sd.admin_client import stack_on
+from mirror_sd.admin_client import is_listening, stack_on
 from mirror_sd.errors import SetupError
 
 FAULTS = ("hang", "crash", "slow_start")
@@ -24,6 +24,11 @@ def change(
     Raises `SetupError` where no stack runs on `port` or the class is not an emulated one of it.
     """
     config, run = stack_on(port)
+    if not is_listening(config):
+        raise SetupError(
+            f"the stack on port {port} does not answer; where it was killed, `mirror-sd down` "
+            "clears what it left"
+        )
     emulated = [str(name) for name, pool in config.pools.items() if pool.engine == "emulated"]
     if device_class not in emulated:
         shown = ", ".join(emulated) or "none"

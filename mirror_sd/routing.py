@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import socket
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mirror_sd import config as configuration
-from mirror_sd.admin_client import AdminClient, stack_on
+from mirror_sd.admin_client import AdminClient, is_listening, stack_on
 from mirror_sd.child import Child
 from mirror_sd.config import Config, RunDir
 from mirror_sd.errors import SetupError
@@ -72,11 +71,9 @@ def bare_edge(config: Config) -> Iterator[AdminClient]:
 def _runs(port: int) -> bool:
     try:
         config, _ = stack_on(port)
-        # What was killed leaves its run directory.
-        socket.create_connection(("127.0.0.1", config.server.effective_admin_port), 1.0).close()
-    except (SetupError, OSError):
+    except SetupError:
         return False
-    return True
+    return is_listening(config)
 
 
 def _on_free_ports(config: Config) -> Config:

@@ -161,6 +161,15 @@ def test_damaged_control_file_is_told_and_written_anew_by_reset(admin: _Admin, t
     assert json.loads(path.read_text()) == {"temperature_c": 86.0}
 
 
+def test_stack_that_was_killed_cannot_be_made_to_suffer(admin: _Admin) -> None:
+    run = RunDir.of_port(PORT)
+    settings = ["server.admin_port=1", "pools.gpu.engine=emulated"]
+    run.config_json.write_text(load(overrides=settings, environ={}).model_dump_json())
+    with pytest.raises(SetupError, match="does not answer"):
+        cli("emulate", "--class", "gpu", "--temperature", "86")
+    assert not run.emulation("gpu").exists()
+
+
 def test_class_that_is_not_emulated_is_refused(admin: _Admin) -> None:
     with pytest.raises(SetupError, match="'cpu' is no emulated class of this stack"):
         cli("emulate", "--class", "cpu", "--temperature", "86")
