@@ -64,13 +64,15 @@ class Stack:
             _start(child)
 
     def wait_until_ready(self, model: str) -> None:
-        """Return when a generation has passed through all processes, or `stop` was called.
+        """Return when each class has a worker and a generation has passed through all processes, or
+        `stop` was called.
 
         Raises `SetupError` when a process dies or `server.start_timeout_s` is over.
         """
         server = self._config.server
         gateway = self._run.gateway_socket(0)
-        check = ReadinessCheck(_reachable(server.host), server.port, model, gateway)
+        host, classes = _reachable(server.host), [str(name) for name in self._config.pools]
+        check = ReadinessCheck(host, server.port, model, gateway, classes)
         deadline = self._clock() + server.start_timeout_s
         try:
             while not check.is_ready and not self.is_stopping:

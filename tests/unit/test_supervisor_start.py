@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import socketserver
@@ -273,6 +274,42 @@ def test_where_a_key_is_needed_the_generation_is_asked_of_a_gateway(tmp_path: Pa
         thread.join(5)
         assert check.is_ready
         assert gateway.asked == ["POST /v1/completions"]
+
+
+class _StateHandler(_Handler):
+    """A gateway whose broker has one more worker each time that it is asked."""
+
+    def do_GET(self) -> None:
+        assert isinstance(self.server, _GatewaySocket)
+        self.server.asked.append(f"GET {self.path}")
+        there = ["cpu", "gpu"][: len(self.server.asked) - 1]
+        body = json.dumps({"workers": [{"device_class": name} for name in there]}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+def test_ready_waits_for_a_worker_of_each_class(tmp_path: Path) -> None:
+    path = tmp_path / "gateway-0.sock"
+    with http_server() as server, _GatewaySocket(str(path), _StateHandler) as gateway:
+        gateway.asked = []
+        thread = threading.Thread(target=gateway.serve_forever)
+        thread.start()
+        check = ReadinessCheck("127.0.0.1", server.server_port, "m", path, ("cpu", "gpu", "tpu"))
+        check.start()
+        time.sleep(0.8)
+        assert not check.is_ready
+        assert check.last_answer == "no worker yet: tpu"
+        check.stop()
+        check.join(5)
+        check = ReadinessCheck("127.0.0.1", server.server_port, "m", path, ("cpu", "gpu"))
+        check.start()
+        check.join(5)
+        gateway.shutdown()
+        thread.join(5)
+        assert check.is_ready
+        assert server.asked[-1] == "POST /v1/completions"
 
 
 def test_stack_that_cannot_generate_is_not_ready_and_says_why() -> None:
