@@ -56,10 +56,11 @@ class FairQueue:
         return request_id in self._live
 
     def __iter__(self) -> Iterator[Entry]:
-        """In the order of their pushes."""
+        """The longest waiting first."""
         return iter(self._live.values())
 
     def push(self, ticket: Ticket, queued_at: float) -> None:
+        """Take in a ticket that has waited since `queued_at`."""
         entry = Entry(self._order(ticket), next(self._numbers), queued_at, ticket)
         lane = self._lanes.get(ticket.tenant)
         if lane is None:
@@ -68,7 +69,24 @@ class FairQueue:
             self._take_turn(ticket.tenant, lane)
         heapq.heappush(lane.heap, entry)
         lane.live += 1
+        newest = next(reversed(self._live.values()), entry)
         self._live[ticket.request_id] = entry
+        if newest.queued_at > queued_at:  # it has waited elsewhere before
+            by_age = sorted(self._live.values(), key=lambda entry: entry.queued_at)
+            self._live = {entry.ticket.request_id: entry for entry in by_age}
+
+    def replace(self, ticket: Ticket) -> bool:
+        """Put a ticket, of the same tenant, in the place of the one with its id; False if none
+        is here."""
+        old = self._live.get(ticket.request_id)
+        if old is None:
+            return False
+        lane = self._lanes[ticket.tenant]
+        entry = Entry(self._order(ticket), old.number, old.queued_at, ticket)
+        self._live[ticket.request_id] = entry
+        heapq.heappush(lane.heap, entry)
+        self._prune(lane)
+        return True
 
     def head(self) -> Entry | None:
         """The next entry; None when nothing waits."""
@@ -80,7 +98,7 @@ class FairQueue:
         return lane.heap[0]
 
     def oldest(self) -> Entry | None:
-        """The one that was pushed first; None when nothing waits."""
+        """The one that has waited longest; None when nothing waits."""
         return next(iter(self._live.values()), None)
 
     def take(self, entry: Entry) -> None:
@@ -101,7 +119,7 @@ class FairQueue:
         return entry
 
     def clear(self) -> list[Entry]:
-        """Take out everything, in the order of the pushes."""
+        """Take out everything, the longest waiting first."""
         entries = list(self._live.values())
         for entry in entries:
             self._forget(entry)
@@ -115,7 +133,11 @@ class FairQueue:
         if not lane.live:
             del self._lanes[tenant]
             self._remember_debt(tenant, lane.virtual_time)
-        elif len(lane.heap) > 2 * lane.live + 8:
+        else:
+            self._prune(lane)
+
+    def _prune(self, lane: _Lane) -> None:
+        if len(lane.heap) > 2 * lane.live + 8:
             lane.heap = [e for e in lane.heap if self._live.get(e.ticket.request_id) is e]
             heapq.heapify(lane.heap)
 

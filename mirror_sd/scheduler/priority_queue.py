@@ -152,6 +152,8 @@ class PriorityQueue:
 
     def replace(self, ticket: Ticket) -> bool:
         """Change a waiting ticket, which keeps its age; False if it does not wait here."""
+        if self._tier(ticket).replace(ticket):
+            return True
         for tier in self._tiers.values():
             entry = tier.remove(ticket.request_id)
             if entry is not None:

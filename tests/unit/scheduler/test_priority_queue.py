@@ -331,3 +331,20 @@ def test_a_ticket_that_becomes_more_urgent_keeps_its_age() -> None:
     assert queue.replace(ticket("b", "vip")) and not queue.replace(ticket("c"))
     assert (queue.depth("vip"), queue.oldest_age_s("vip")) == (1, 3.0)
     assert drain(queue) == ["b", "a"]
+
+
+@pytest.mark.parametrize("tier", ["standard", "vip"])
+def test_a_ticket_that_is_changed_is_still_the_oldest(tier: str) -> None:
+    clock = Clock()
+    queue = PriorityQueue(rules(max_wait_s=10.0), clock)
+    queue.push(ticket("old"))
+    clock.now += 5
+    queue.push(ticket("young"))
+    queue.push(ticket("young vip", "vip", 5.0))
+    for _ in range(50):
+        assert queue.replace(ticket("old", tier, deadline=clock.now + 600))
+    assert sum(len(lane.heap) for lane in queue._tiers[tier]._lanes.values()) < 20
+    clock.now += 4
+    assert (queue.oldest_age_s(tier), len(queue)) == (9.0, 3)
+    assert queue.pop()[0].request_id == "old", "its time is nearly over"
+    assert sorted(drain(queue)) == ["young", "young vip"]
