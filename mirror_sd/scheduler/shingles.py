@@ -130,7 +130,7 @@ _NEGATIONS = _words(
     " не нет ни без никогда нельзя"
 )
 _NEGATIVE_FORM = re.compile(
-    r"(?:un|dis|mis|non|il(?=l)|im(?=[mp])|ir(?=r)|in)\w{3,}|\w{2,}less|\w+n't"
+    r"(?:un|dis|mis|non|il(?=l)|im(?=[mp])|ir(?=r)|in)\w{3,}|\w{2,}less|\w*n't"
 )
 # Numbers that are written as a form, Roman ones, and single letters: plan B, size XL, version II.
 _NUMBER_FORM = re.compile(
@@ -141,7 +141,11 @@ _NUMBER_FORM = re.compile(
 # Signs that are part of what is asked: C# and C++, 5 $ and 5 €, a < b, thumbs up and down. A dash
 # is one before a number only.
 _SIGNS = "#%&*@/\\§‰-!"
-_APOSTROPHES = str.maketrans(dict.fromkeys("’‘`´ʼʹ′‛", "'"))
+# One apostrophe, and nothing that cannot be seen: neither may hide a negation.
+_AS_SEEN = str.maketrans(
+    dict.fromkeys("’‘`´ʼʹ′‛", "'")
+    | dict.fromkeys("\u00ad\u200b\u200c\u200d\u200e\u200f\u2060\ufeff", "")
+)
 # And what turns a number round: before, after, above, below, inside, outside.
 _HAN_NUMBERS = (
     "前后後上下内內外零〇一二三四五六七八九十百千万萬"
@@ -169,7 +173,7 @@ def partition_terms(text: str) -> tuple[str, ...]:
 
     It errs on the side of more terms, because too many cost a shared answer and too few a wrong
     one. Complete for English and Chinese; for other languages it knows the common negations."""
-    folded = unicodedata.normalize("NFKC", text.translate(_APOSTROPHES)).casefold()
+    folded = unicodedata.normalize("NFKC", text.translate(_AS_SEEN)).casefold()
     terms: list[str] = []
     follows = False
     for word in _TERM.findall(_without_accents(folded).replace("–", "-")):

@@ -113,6 +113,8 @@ def test_a_pasted_document_costs_no_more_than_its_ends_and_shares_no_answer() ->
         ("I can log in", "I can´t log in"),
         ("I can log in", "I can`t log in"),
         ("I can log in", "I canʼt log in"),
+        ("I can log in", "I can\u200bnot log in"),
+        ("I do want it", "I do n't want it"),
         ("It may be forbidden", "It may be allowed"),
         ("我用它", "我甭用它"),
         ("It is 5 degrees here", "It is -5 degrees here"),
