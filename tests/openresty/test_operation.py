@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import tempfile
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -85,6 +86,27 @@ def test_a_reload_under_load_loses_no_request(edge: Edge) -> None:
         for future in answers:
             assert future.result().text.endswith("data: [DONE]\n\n")
     wait_until(lambda: edge.in_flight() == [0, 0])
+
+
+def test_a_reload_loses_no_request_of_clients_that_keep_their_connections(edge: Edge) -> None:
+    is_over = threading.Event()
+
+    def load() -> int:
+        count = 0
+        with httpx.Client(base_url=edge.url, timeout=30) as client:
+            while not is_over.is_set():
+                assert client.post(CHAT, json={}).status_code == 200
+                assert client.get("/v1/models").status_code == 200
+                count += 2
+        return count
+
+    with ThreadPoolExecutor(12) as pool:
+        loads = [pool.submit(load) for _ in range(12)]
+        for _ in range(10):
+            time.sleep(0.3)
+            edge.signal(signal.SIGHUP)
+        is_over.set()
+        assert sum(one.result() for one in loads) > 500
 
 
 def test_a_killed_nginx_worker_leaves_no_requests_in_the_count(edge: Edge) -> None:

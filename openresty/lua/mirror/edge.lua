@@ -10,6 +10,7 @@ local metrics = require("mirror.metrics")
 local policy_rules = require("mirror.policy_rules")
 local policy_store = require("mirror.policy_store")
 local qps = require("mirror.qps")
+local retirement = require("mirror.retirement")
 local router = require("mirror.router")
 local token_rates = require("mirror.token_rates")
 local weights = require("mirror.weights")
@@ -65,6 +66,7 @@ function _M.configure(settings, digest)
         assert(is_loaded ~= nil, reason)
     end
     _M.router_version = nil
+    _M.retirement = retirement.new(shared.mirror_flight)
 end
 
 --- The router of the policy in force.

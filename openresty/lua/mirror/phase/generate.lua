@@ -26,7 +26,11 @@ local function route(ctx, caller, live, tokens, rate)
     var.mirror_spare = edge.router():spared(live.health)
 end
 
-return function()
+--- `is_last`: the connection is closed after this answer.
+return function(is_last)
+    if not is_last and edge.retirement:is_due() then
+        return ngx.exec("@last_generate")
+    end
     local caller, ctx = identify(), ngx.ctx
     local live = edge.live(caller.tier)
     if edge.is_draining() then

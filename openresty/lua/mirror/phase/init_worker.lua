@@ -33,6 +33,7 @@ local function look(is_ending)
 end
 
 return function()
+    edge.retirement:begin()
     edge.flight:recover(is_alive)
     local is_set, reason = ngx.timer.every(LOOK_S, look)
     if not is_set then

@@ -1,0 +1,18 @@
+local retirement = require("mirror.retirement")
+local fake_ngx = require("fake_ngx")
+
+describe("retirement", function()
+    it("is due where workers of another configuration serve", function()
+        local dict = fake_ngx.dict()
+        local before = retirement.new(dict)
+        assert.is_false(before:is_due())
+        before:begin()
+        assert.is_false(before:is_due())
+        local after = retirement.new(dict)
+        -- Read by the master, but none of its workers serves yet: the reload may still fail.
+        assert.is_false(before:is_due())
+        after:begin()
+        assert.is_true(before:is_due())
+        assert.is_false(after:is_due())
+    end)
+end)
