@@ -34,6 +34,7 @@ class _Lane:
     virtual_time: float
     heap: list[Entry] = field(default_factory=list)
     live: int = 0
+    cost: float = 0.0  # of what is live
 
 
 class FairQueue:
@@ -69,6 +70,7 @@ class FairQueue:
             self._take_turn(ticket.tenant, lane)
         heapq.heappush(lane.heap, entry)
         lane.live += 1
+        lane.cost += ticket.cost
         newest = next(reversed(self._live.values()), entry)
         self._live[ticket.request_id] = entry
         if newest.queued_at > queued_at:  # it has waited elsewhere before
@@ -82,11 +84,27 @@ class FairQueue:
         if old is None:
             return False
         lane = self._lanes[ticket.tenant]
+        lane.cost += ticket.cost - old.ticket.cost
         entry = Entry(self._order(ticket), old.number, old.queued_at, ticket)
         self._live[ticket.request_id] = entry
         heapq.heappush(lane.heap, entry)
         self._prune(lane)
         return True
+
+    def ahead_of(self, tenant: str) -> int:
+        """How many will be served before one more of this tenant, about: all of its own, and of
+        each other tenant what its equal share comes to by then."""
+        own = self._lanes.get(tenant)
+        if own is None:
+            begin = max(self._debts.get(tenant, 0.0), self._virtual_time)
+        else:
+            begin = own.virtual_time + own.cost
+        ahead = 0 if own is None else own.live
+        for lane in self._lanes.values():
+            if lane is not own:
+                share = max(0.0, begin - lane.virtual_time) * lane.live / max(lane.cost, 1e-9)
+                ahead += min(lane.live, 1 + int(share))
+        return ahead
 
     def head(self) -> Entry | None:
         """The next entry; None when nothing waits."""
@@ -130,6 +148,7 @@ class FairQueue:
         lane = self._lanes[tenant]
         del self._live[entry.ticket.request_id]
         lane.live -= 1
+        lane.cost -= entry.ticket.cost
         if not lane.live:
             del self._lanes[tenant]
             self._remember_debt(tenant, lane.virtual_time)

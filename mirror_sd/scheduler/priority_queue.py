@@ -210,7 +210,8 @@ class PriorityQueue:
             self._check_foreseen_wait(ticket)
 
     def _check_foreseen_wait(self, ticket: Ticket) -> None:
-        ahead = len(self._tiers[_STANDARD])
+        # By its tenant's turn: one that floods must not have the others refused.
+        ahead = self._tiers[_STANDARD].ahead_of(ticket.tenant)
         wait_s = self._backlog_drain.wait_s(ahead, _EVIDENCE)
         limit_s = self._rules.max_wait_s * _REFUSED_AT
         if wait_s is not None and wait_s > limit_s:

@@ -22,7 +22,8 @@ class Clock:
 
 
 def ticket(name: str, tier: str = "standard", arrived_at: float = 0.0, **fields: Any) -> Ticket:
-    return Ticket(name, "cpu", tier, "default", arrived_at, **fields)
+    fields = {"tenant": "default", **fields}
+    return Ticket(name, "cpu", tier, arrived_at=arrived_at, **fields)
 
 
 def drain(queue: PriorityQueue) -> list[str]:
@@ -348,3 +349,36 @@ def test_a_ticket_that_is_changed_is_still_the_oldest(tier: str) -> None:
     assert (queue.oldest_age_s(tier), len(queue)) == (9.0, 3)
     assert queue.pop()[0].request_id == "old", "its time is nearly over"
     assert sorted(drain(queue)) == ["young", "young vip"]
+
+
+def test_a_tenant_that_floods_does_not_have_another_refused() -> None:
+    clock = Clock()
+    queue = PriorityQueue(rules(max_wait_s=10.0), clock)
+    flood = 0
+    with pytest.raises(QueueFull):
+        while True:
+            queue.push(ticket(f"flood {flood}", tenant="many", cost=40.0))
+            flood += 1
+            if flood % 5 == 0 and flood > 10:
+                clock.now += 1.0
+                queue.pop()
+    for i in range(3):
+        queue.push(ticket(f"few {i}", tenant="few", cost=40.0))
+    order = drain(queue)
+    assert max(order.index(f"few {i}") for i in range(3)) < 7
+    assert len(order) > 20
+
+
+def test_a_tenant_is_refused_for_its_own_backlog_and_the_equal_shares_of_others() -> None:
+    clock = Clock()
+    queue = PriorityQueue(rules(max_wait_s=10.0), clock)
+    refused = 0
+    for i in range(60):
+        clock.now += 0.25
+        try:
+            queue.push(ticket(f"r{i}", tenant="abc"[i % 3], cost=40.0))
+        except QueueFull:
+            refused += 1
+        if i % 4 == 3:
+            queue.pop()
+    assert refused > 20 and len(queue) < 10
