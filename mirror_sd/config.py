@@ -12,6 +12,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
+from urllib.parse import urlsplit
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -232,6 +233,15 @@ class ProbeConfig(_Section):
     inter_token_p99_ms: float = Field(
         200.0, gt=0, description="p99 time between tokens above which service degrades by a step"
     )
+
+    @field_validator("webhook")
+    @classmethod
+    def _webhook_is_a_url(cls, url: str | None) -> str | None:
+        if url is not None:
+            parts = urlsplit(url)
+            if parts.scheme not in ("http", "https") or not parts.hostname:
+                raise ValueError("it must be an http or https URL with a host")
+        return url
 
     @model_validator(mode="after")
     def _thresholds_in_order(self) -> Self:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -85,10 +84,12 @@ def _on_free_ports(config: Config) -> Config:
 
 
 def _wait_until_it_answers(client: AdminClient, child: Child, log: Path) -> None:
+    from mirror_sd.supervisor import edge
+
     deadline = time.monotonic() + _START_S
     while True:
         if child.reap() is not None:
-            raise SetupError(f"nginx does not start: {_why(log)}")
+            raise SetupError(f"nginx does not start: {edge.reason_in(log)}")
         try:
             client.get("/admin/policy")
         except SetupError:
@@ -97,11 +98,3 @@ def _wait_until_it_answers(client: AdminClient, child: Child, log: Path) -> None
             time.sleep(_POLL_S)
         else:
             return
-
-
-def _why(log: Path) -> str:
-    """The first error in nginx's log, without the time and the trace of the Lua stack."""
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    found = next((line for line in lines if "error: " in line or "[emerg]" in line), "")
-    told = found.rpartition("error: ")[2] or found
-    return re.sub(r"^\S+\.lua:\d+: ", "", told).strip() or "it says nothing"

@@ -135,3 +135,11 @@ def render(config: Config, run: RunDir, nginx: Nginx, error_log: Path, model: st
         ) from error
     except (KeyError, ValueError) as error:
         raise SetupError(f"{path} has a placeholder that nothing fills: {error}") from error
+
+
+def reason_in(log: Path) -> str:
+    """Why nginx ended: the first error in its log, without its time and the trace of the stack."""
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    found = next((line for line in lines if "error: " in line or "[emerg]" in line), "")
+    told = found.rpartition("error: ")[2] or found
+    return re.sub(r"^\S+\.lua:\d+: ", "", told).strip() or "it says nothing"

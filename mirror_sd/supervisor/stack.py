@@ -10,7 +10,7 @@ from mirror_sd.child import CANNOT_START, Child, ChildSpec
 from mirror_sd.config import Config, RunDir
 from mirror_sd.errors import SetupError
 from mirror_sd.supervisor import live_gauges, processes, run_directory
-from mirror_sd.supervisor.edge import Nginx
+from mirror_sd.supervisor.edge import Nginx, reason_in
 from mirror_sd.supervisor.log_tail import LogTail, last_lines
 from mirror_sd.supervisor.readiness import ReadinessCheck
 
@@ -162,6 +162,9 @@ class Stack:
             if death is not None and death.status == CANNOT_START:
                 self._echo_errors()
                 raise SetupError(f"{death.name} cannot start, for the reason above")
+            if death is not None and child is self._edge:
+                reason = reason_in(processes.log_of(child.spec))
+                raise SetupError(f"nginx does not start: {reason}")
             if death is not None:
                 raise SetupError(f"{death}{_quote(child.spec, 12)}")
 

@@ -131,6 +131,8 @@ def test_pool_without_settings_has_the_defaults(tmp_path: Path) -> None:
         ("speculation.ngram_min=5", ("speculation", "ngram_min is 5", "ngram_max, which is 4")),
         ("broker.fallback_s=.inf", ("broker.fallback_s", "inf", "finite")),
         ("server.start_timeout_s=.nan", ("server.start_timeout_s", "nan", "finite")),
+        ("probe.webhook=foo", ("probe.webhook", "'foo'", "http or https URL")),
+        ("probe.webhook=http://", ("probe.webhook", "http or https URL")),
         ("server.drain_s=-1", ("server.drain_s", "-1", "greater than or equal to 0")),
         ("server", ("--set", "key.sub=value")),
         ("=1", ("--set", "key.sub=value")),
