@@ -84,11 +84,12 @@ local function tier_at(tier, class)
 end
 
 --- Count a request in or out (1 or -1) at its class.
+-- Returns how many are there now.
 function _M.count_flight(class, tier, difference)
-    _M.flight:add("class|" .. class, difference)
     if tier ~= STANDARD then
         _M.flight:add(tier_at(tier, class), difference)
     end
+    return _M.flight:add("class|" .. class, difference)
 end
 
 --- What routing goes by at this moment: `Weights:live` with the requests in flight by class, and

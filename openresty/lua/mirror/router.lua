@@ -67,12 +67,17 @@ local function banded(self, bucket, band)
     return base
 end
 
+--- Most requests that a class is given at once: its slots or its cap; endless where nobody knows.
+function Router:places(class, slots)
+    return min((slots or NONE)[class] or math.huge, self.policy.caps[class] or math.huge)
+end
+
 -- What is left of each class: `headroom` 0..1 (1 where nobody knows its places), and how much
 -- there is of it for each request that is already there.
 local function measure(self, slots, flight)
     local headroom, relief = {}, {}
     for _, class in ipairs(self.classes) do
-        local places = min(slots[class] or math.huge, self.policy.caps[class] or math.huge)
+        local places = self:places(class, slots)
         local taken = flight[class] or 0
         if places < math.huge then
             headroom[class] = places > 0 and max(0, 1 - taken / places) or 0

@@ -10,10 +10,25 @@ local function refuse(name, details)
     return errors.refuse(name, details)
 end
 
-local function route(ctx, caller, live, tokens, rate)
+-- The class, counted in, by which rule, and what that went by.
+local function choose(caller, request)
+    local router, live = edge.router(), edge.live(caller.tier)
+    local class, rule = router:choose(request, live)
+    local places = router:places(class, live.slots)
+    local taken = edge.count_flight(class, caller.tier, 1)
+    if taken > places and live.in_flight[class] < places then
+        -- Another worker took the last place at the same moment: look again, once.
+        edge.count_flight(class, caller.tier, -1)
+        live = edge.live(caller.tier)
+        class, rule = router:choose(request, live)
+        edge.count_flight(class, caller.tier, 1)
+    end
+    return class, rule, live
+end
+
+local function route(ctx, caller, tokens, rate)
     local request = { prompt_tokens = tokens, qps = rate, tier = caller.tier }
-    local class, rule = edge.router():choose(request, live)
-    edge.count_flight(class, caller.tier, 1)
+    local class, rule, live = choose(caller, request)
     edge.qps:route(class)
     edge.metrics:add("mirror_edge_routes_total|" .. class .. "|" .. caller.tier .. "|" .. rule, 1)
     ctx.class, ctx.tier = class, caller.tier
@@ -32,11 +47,10 @@ return function(is_last)
         return ngx.exec("@last_generate")
     end
     local caller, ctx = identify(), ngx.ctx
-    local live = edge.live(caller.tier)
     if edge.is_draining() then
         return refuse("draining")
     end
-    if live.degrade_level >= 3 and caller.tier == "standard" then
+    if edge.weights:live().degrade_level >= 3 and caller.tier == "standard" then
         return refuse("degraded")
     end
     local is_admitted, refusal = edge.admission:enter(caller)
@@ -56,5 +70,5 @@ return function(is_last)
         return refuse("rate_limited", excess)
     end
     ctx.charge = charge
-    return route(ctx, caller, live, tokens, rate)
+    return route(ctx, caller, tokens, rate)
 end
