@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NoReturn
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -25,19 +25,36 @@ def show(document: dict[str, Any]) -> None:
 
 
 def watch(read: Callable[[], dict[str, Any]], console: Console | None = None) -> None:
-    """Show what `read` gives each second, in place, until Ctrl-C; it may raise `SetupError`."""
-    with (
-        suppress(KeyboardInterrupt),
-        Live(render(read()), console=console, auto_refresh=False, screen=False) as live,
-    ):
+    """Show what `read` gives each second until Ctrl-C: in place on a terminal, else one block after
+    the other. `read` may raise `SetupError`."""
+    console = console or Console()
+    with suppress(KeyboardInterrupt):
+        if console.is_terminal:
+            _watch_in_place(read, console)
+        _watch_in_blocks(read, console)
+
+
+def _watch_in_place(read: Callable[[], dict[str, Any]], console: Console) -> NoReturn:
+    with Live(render(read()), console=console, auto_refresh=False, screen=False) as live:
         while True:
             time.sleep(_EVERY_S)
             live.update(render(read()), refresh=True)
 
 
+def _watch_in_blocks(read: Callable[[], dict[str, Any]], console: Console) -> NoReturn:
+    while True:
+        console.print(render(read()))
+        console.print()
+        time.sleep(_EVERY_S)
+
+
 def render(document: dict[str, Any]) -> RenderableType:
     """The document of `supervisor.stack_status.status` as tables."""
-    return Group(_summary(document), _classes(document["classes"]), _processes(document))
+    classes = document["classes"]
+    parts: list[RenderableType] = [_summary(document), _classes(classes), _processes(document)]
+    if any(item["weight"] for item in classes):
+        parts.insert(2, Text("last columns: shares of standard requests by prompt", style="dim"))
+    return Group(*parts)
 
 
 def _summary(document: dict[str, Any]) -> Text:

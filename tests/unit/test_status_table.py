@@ -96,6 +96,7 @@ def test_tables_show_each_class_and_each_process() -> None:
     assert "class live in flight wait wait oldest temp. busy mem. factor tok more" in shown
     assert "cpu 1 0/16 - - - - - - 1.00 82% 0%" in shown
     assert "gpu emulated 2 4/64 1 7 2.5 s 86 C 97% - 0.50 18% 100%" in shown
+    assert "last columns: shares of standard requests by prompt" in shown
     assert "supervisor 10 50.5" in shown
     assert "worker gpu 11 400.0" in shown
 
@@ -145,7 +146,31 @@ def test_watching_shows_each_reading_until_the_stack_is_gone(
     assert [f"running {count}" in text for count in range(5)] == [True] * 5
 
 
-def test_watching_ends_by_an_interrupt() -> None:
+def test_watching_prints_a_block_for_each_reading_where_the_output_is_no_terminal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("mirror_sd.status_table._EVERY_S", 0.01)
+    console = Console(file=io.StringIO(), width=80)
+    assert isinstance(console.file, io.StringIO)
+    readings = iter(range(3))
+    seen = []
+
+    def read() -> dict[str, Any]:
+        assert isinstance(console.file, io.StringIO)
+        seen.append(console.file.getvalue().count("running "))
+        for count in readings:
+            return document(running=count)
+        raise KeyboardInterrupt
+
+    watch(read, console)
+    # Each is there before the next is read, with an empty line between them.
+    assert seen == [0, 1, 2, 3]
+    assert "\n\nrunning 1 · " in console.file.getvalue()
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_watching_ends_by_an_interrupt(is_terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mirror_sd.status_table._EVERY_S", 0.01)
     readings = iter([document()])
 
     def read() -> dict[str, Any]:
@@ -153,4 +178,4 @@ def test_watching_ends_by_an_interrupt() -> None:
             return reading
         raise KeyboardInterrupt
 
-    watch(read, Console(file=io.StringIO()))
+    watch(read, Console(file=io.StringIO(), force_terminal=is_terminal))
