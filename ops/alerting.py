@@ -7,7 +7,7 @@ has: what lies between `is_bad` and `is_clear` changes nothing. The rules of
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -141,9 +141,14 @@ class AlertBook:
 
 
 def observe(
-    reading: StackReading, config: ProbeConfig, degrade_level: int, stale_s: float
+    reading: StackReading,
+    config: ProbeConfig,
+    degrade_level: int,
+    stale_s: float,
+    awaited: Collection[str] = (),
 ) -> dict[tuple[str, str], Observation]:
-    """What the rules see in a reading; `stale_s`: how long the edge has taken no document."""
+    """What the rules see in a reading; `stale_s`: how long the edge has taken no document;
+    `awaited`: classes whose first worker may still be loading."""
     seen: dict[tuple[str, str], Observation] = {}
     service = reading.service
     if service.rejection_rate is not None:
@@ -160,7 +165,7 @@ def observe(
         seen["MirrorWorkerRestarts", name] = _at_least(restarts, _RESTARTS)
     for name, item in reading.classes.items():
         seen["MirrorNoWorker", name] = Observation(
-            item.workers, 1.0, item.workers == 0, item.workers > 0
+            item.workers, 1.0, item.workers == 0 and name not in awaited, item.workers > 0
         )
         heat, memory = item.device.temperature_c, item.device.memory_pressure
         if heat is not None:

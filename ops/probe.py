@@ -22,6 +22,7 @@ from ops.alerting import AlertBook, observe
 from ops.degradation import DegradationLadder
 from ops.device_weights import DeviceWeights, Weights
 from ops.edge_client import EdgeClient, EdgeError
+from ops.first_workers import FirstWorkers
 from ops.readers import service, workers
 from ops.readers.gpus import Gpus
 from ops.readers.host import Host
@@ -64,6 +65,7 @@ class Probe:
         self._weights = DeviceWeights(self._classes, config.probe)
         self._ladder = DegradationLadder(config.probe.inter_token_p99_ms / 1000)
         self._alerts = AlertBook()
+        self._first_workers = FirstWorkers()
         self._service = service.ServiceWindow()
         self._next_scrape = 0.0
         self._accepted_at = clock()
@@ -136,7 +138,8 @@ class Probe:
 
     def _alert(self, now: float, reading: StackReading) -> None:
         stale_s = now - self._accepted_at
-        seen = observe(reading, self._config.probe, self._ladder.level, stale_s)
+        awaited = self._first_workers.awaited(now, reading.classes)
+        seen = observe(reading, self._config.probe, self._ladder.level, stale_s, awaited)
         for alert in self._alerts.update(now, seen):
             _log.warning("alert %s %s: %s", alert.name, alert.state, alert.summary)
             if self._webhook is not None:

@@ -9,6 +9,7 @@ import pytest
 
 from mirror_sd.config import ProbeConfig
 from ops.alerting import RULES, Alert, AlertBook, Observation, observe
+from ops.first_workers import FirstWorkers
 from ops.readings import ClassReading, DeviceReading, ServiceReading, StackReading
 
 CONFIG = ProbeConfig()
@@ -133,3 +134,27 @@ def test_alert_is_told_in_words_and_in_json() -> None:
     }
     resolved = Alert("MirrorDegraded", "", "resolved", 0, 1)
     assert resolved.summary == "no longer: service is degraded: 0, threshold 1"
+
+
+def no_worker(workers_at: Mapping[int, int], seconds: int) -> list[tuple[int, str]]:
+    """What is told of a class that has so many workers from each second on, none before."""
+    book, first, workers, told = AlertBook(), FirstWorkers(), 0, []
+    for now in range(seconds):
+        workers = workers_at.get(now, workers)
+        reading = stack(workers=workers)
+        awaited = first.awaited(float(now), reading.classes)
+        seen = observe(reading, CONFIG, 0, 0.0, awaited)
+        told += [(now, alert.state) for alert in book.update(float(now), seen)]
+    return told
+
+
+def test_class_whose_first_worker_still_loads_is_no_page() -> None:
+    assert no_worker({59: 1}, 300) == []
+
+
+def test_class_that_never_gets_a_worker_is_told_after_its_first_minute() -> None:
+    assert no_worker({}, 300) == [(65, "firing")]
+
+
+def test_class_that_loses_its_worker_soon_after_the_start_is_told_at_once() -> None:
+    assert no_worker({10: 1, 20: 0, 40: 1}, 300) == [(25, "firing"), (45, "resolved")]
