@@ -62,7 +62,24 @@ def command(
     as_json: AsJson = False,
 ) -> None:
     """Recall and precision of merging, by kind of near-duplicate. Ends with status 1 if an answer
-    would be shared that must not be."""
+    would be shared that must not be.
+
+    Keys of each kind; its variants are asked beside their base, in three ways:
+
+    - in_flight_...: while the base is generated
+    - finished_...: after that
+    - sharing_...: while it is generated, tenant in merge.share_answers
+    - ..._joined: the variant got the base's answer
+    - ..._hinted: it was generated, with drafts from that answer
+    - ..._alone: neither
+    - recall: share of pairs that came to what they must in flight:
+      joined (exact), hinted (whitespace_case, paraphrase_small,
+      digit_change), not joined (all others)
+    - precision: of what was joined or hinted, the share that may be
+
+    `coalesce` and `hint` are both over all kinds that must be joined, or hinted. `violations` are
+    answers shared that must not be.
+    """
     config = configuration.load(overrides=overrides or ())
     requests = prepare(read(dataset), config, load_tokenizer(config))
     report = measure(requests, config)
