@@ -21,25 +21,96 @@ _STALE_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """`for_s`: how long it must be bad to fire; `clear_s`: how long clear to resolve."""
+    """`for_s`: how long it must be bad to fire; `clear_s`: how long clear to resolve.
+
+    `firing` and `resolved` are the sentences for people, with `{value}` and `{limit}` (each times
+    `scale`, followed by `unit`) and `{subject}`.
+    """
 
     name: str
-    summary: str
     for_s: float
     clear_s: float
+    firing: str
+    resolved: str
+    unit: str = ""
+    scale: float = 1.0
+
+    def shown(self, value: float) -> str:
+        """The value with its unit, in about three digits."""
+        scaled = value * self.scale
+        digits = f"{scaled:.0f}" if scaled >= 100 else f"{round(scaled, 1):.3g}"
+        return digits + self.unit
 
 
 RULES = {
     rule.name: rule
     for rule in (
-        Rule("MirrorDraftsRejected", "too many draft tokens are rejected", 30.0, 60.0),
-        Rule("MirrorDeviceHot", "devices are too hot", 2.0, 10.0),
-        Rule("MirrorMemoryPressure", "memory is nearly full", 5.0, 30.0),
-        Rule("MirrorTailLatency", "tokens come too slowly", 5.0, 30.0),
-        Rule("MirrorDegraded", "service is degraded", 0.0, 0.0),
-        Rule("MirrorWorkerRestarts", "workers keep dying", 0.0, 60.0),
-        Rule("MirrorNoWorker", "no worker lives", 5.0, 5.0),
-        Rule("MirrorProbeStale", "the edge takes no weights from the probe", 0.0, 5.0),
+        Rule(
+            "MirrorDraftsRejected",
+            30.0,
+            60.0,
+            "{value} of the draft tokens are rejected, the limit is {limit}",
+            "draft tokens are accepted again: {value} are rejected, the limit is {limit}",
+            "%",
+            100.0,
+        ),
+        Rule(
+            "MirrorDeviceHot",
+            2.0,
+            10.0,
+            "class {subject} is too hot: {value}, the limit is {limit}",
+            "class {subject} has cooled to {value}, the limit is {limit}",
+            " C",
+        ),
+        Rule(
+            "MirrorMemoryPressure",
+            5.0,
+            30.0,
+            "the memory of class {subject} is {value} full, the limit is {limit}",
+            "the memory of class {subject} has room again: it is {value} full, "
+            "the limit is {limit}",
+            "%",
+            100.0,
+        ),
+        Rule(
+            "MirrorTailLatency",
+            5.0,
+            30.0,
+            "tokens come too slowly: the p99 between two is {value}, the limit is {limit}",
+            # None may come at all, which has no p99.
+            "tokens no longer come too slowly, the limit is {limit}",
+            " ms",
+            1000.0,
+        ),
+        Rule(
+            "MirrorDegraded",
+            0.0,
+            0.0,
+            "service is degraded, level {value} of 3",
+            "service is no longer degraded",
+        ),
+        Rule(
+            "MirrorWorkerRestarts",
+            0.0,
+            60.0,
+            "workers of class {subject} keep dying: {value} in 10 minutes",
+            "workers of class {subject} no longer keep dying: {value} in 10 minutes",
+        ),
+        Rule(
+            "MirrorNoWorker",
+            5.0,
+            5.0,
+            "class {subject} has no live worker",
+            "class {subject} has a live worker again",
+        ),
+        Rule(
+            "MirrorProbeStale",
+            0.0,
+            5.0,
+            "the edge has taken no weights from the probe for {value}, the limit is {limit}",
+            "the edge takes weights from the probe again",
+            " s",
+        ),
     )
 }
 
@@ -66,11 +137,11 @@ class Alert:
 
     @property
     def summary(self) -> str:
-        """One sentence for people."""
-        where = f" ({self.subject})" if self.subject else ""
-        verb = "" if self.state == "firing" else "no longer: "
-        text = f"{verb}{RULES[self.name].summary}{where}"
-        return f"{text}: {self.value:.3g}, threshold {self.threshold:.3g}"
+        """One sentence for people, with units."""
+        rule = RULES[self.name]
+        return (rule.firing if self.state == "firing" else rule.resolved).format(
+            value=rule.shown(self.value), limit=rule.shown(self.threshold), subject=self.subject
+        )
 
     def to_json(self, at: float, source: str) -> dict[str, Any]:
         """What the webhook is sent; `at` is unix time in seconds, `source` names the stack."""

@@ -120,7 +120,7 @@ def test_what_is_not_seen_neither_fires_nor_resolves() -> None:
 
 def test_alert_is_told_in_words_and_in_json() -> None:
     alert = Alert("MirrorDeviceHot", "gpu", "firing", 86.25, 85.0)
-    assert alert.summary == "devices are too hot (gpu): 86.2, threshold 85"
+    assert alert.summary == "class gpu is too hot: 86.2 C, the limit is 85 C"
     document = json.loads(json.dumps(alert.to_json(1700000000.1234, "127.0.0.1:8080")))
     assert document == {
         "alert": "MirrorDeviceHot",
@@ -132,8 +132,81 @@ def test_alert_is_told_in_words_and_in_json() -> None:
         "at": 1700000000.123,
         "source": "127.0.0.1:8080",
     }
-    resolved = Alert("MirrorDegraded", "", "resolved", 0, 1)
-    assert resolved.summary == "no longer: service is degraded: 0, threshold 1"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "threshold", "firing", "resolved"),
+    [
+        (
+            "MirrorDraftsRejected",
+            0.486,
+            0.4,
+            "48.6% of the draft tokens are rejected, the limit is 40%",
+            "draft tokens are accepted again: 48.6% are rejected, the limit is 40%",
+        ),
+        (
+            "MirrorDeviceHot",
+            91.0,
+            85.0,
+            "class gpu is too hot: 91 C, the limit is 85 C",
+            "class gpu has cooled to 91 C, the limit is 85 C",
+        ),
+        (
+            "MirrorMemoryPressure",
+            0.95,
+            0.9,
+            "the memory of class gpu is 95% full, the limit is 90%",
+            "the memory of class gpu has room again: it is 95% full, the limit is 90%",
+        ),
+        (
+            "MirrorTailLatency",
+            0.486,
+            0.2,
+            "tokens come too slowly: the p99 between two is 486 ms, the limit is 200 ms",
+            "tokens no longer come too slowly, the limit is 200 ms",
+        ),
+        (
+            "MirrorTailLatency",
+            12.3456,
+            0.2,
+            "tokens come too slowly: the p99 between two is 12346 ms, the limit is 200 ms",
+            "tokens no longer come too slowly, the limit is 200 ms",
+        ),
+        (
+            "MirrorDegraded",
+            1,
+            1,
+            "service is degraded, level 1 of 3",
+            "service is no longer degraded",
+        ),
+        (
+            "MirrorWorkerRestarts",
+            3.0,
+            3.0,
+            "workers of class gpu keep dying: 3 in 10 minutes",
+            "workers of class gpu no longer keep dying: 3 in 10 minutes",
+        ),
+        (
+            "MirrorNoWorker",
+            0,
+            1.0,
+            "class gpu has no live worker",
+            "class gpu has a live worker again",
+        ),
+        (
+            "MirrorProbeStale",
+            5.8,
+            5.0,
+            "the edge has taken no weights from the probe for 5.8 s, the limit is 5 s",
+            "the edge takes weights from the probe again",
+        ),
+    ],
+)
+def test_alert_texts_are_plain_and_have_units(
+    name: str, value: float, threshold: float, firing: str, resolved: str
+) -> None:
+    assert Alert(name, "gpu", "firing", value, threshold).summary == firing
+    assert Alert(name, "gpu", "resolved", value, threshold).summary == resolved
 
 
 def no_worker(workers_at: Mapping[int, int], seconds: int) -> list[tuple[int, str]]:
