@@ -127,21 +127,27 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class Alert:
-    """A change to tell of. `subject` is the device class, or empty where it is about the stack."""
+    """A change to tell of. `subject` is the device class, or empty where it is about the stack.
+
+    `is_stop`: it is resolved only because the probe stops and could not tell its end later.
+    """
 
     name: str
     subject: str
     state: Literal["firing", "resolved"]
     value: float
     threshold: float
+    is_stop: bool = False
 
     @property
     def summary(self) -> str:
         """One sentence for people, with units."""
         rule = RULES[self.name]
-        return (rule.firing if self.state == "firing" else rule.resolved).format(
+        text = rule.firing if self.state == "firing" or self.is_stop else rule.resolved
+        sentence = text.format(
             value=rule.shown(self.value), limit=rule.shown(self.threshold), subject=self.subject
         )
+        return f"the probe stops; the last it saw: {sentence}" if self.is_stop else sentence
 
     def to_json(self, at: float, source: str) -> dict[str, Any]:
         """What the webhook is sent; `at` is unix time in seconds, `source` names the stack."""
@@ -161,6 +167,7 @@ class Alert:
 class _State:
     is_firing: bool = False
     since: float | None = None
+    seen: Observation | None = None
 
 
 class AlertBook:
@@ -179,6 +186,7 @@ class AlertBook:
                 state.since = None
         for key, observation in observations.items():
             state = self._states.setdefault(key, _State())
+            state.seen = observation
             if self._changes(state, now, RULES[key[0]], observation):
                 changes.append(
                     Alert(
@@ -189,6 +197,16 @@ class AlertBook:
                     )
                 )
         return changes
+
+    def close(self) -> list[Alert]:
+        """Resolve all that fires: nobody would later."""
+        ended = []
+        for key, state in self._states.items():
+            if state.is_firing and state.seen is not None:
+                value, threshold = state.seen.value, state.seen.threshold
+                ended.append(Alert(*key, "resolved", value, threshold, is_stop=True))
+            state.is_firing = False
+        return ended
 
     def firing(self) -> dict[str, int]:
         """How many subjects of each rule fire."""

@@ -18,7 +18,7 @@ from mirror_sd import logs, telemetry
 from mirror_sd.config import Config, RunDir, from_run_dir
 from mirror_sd.errors import SetupError
 from ops import gauges
-from ops.alerting import AlertBook, observe
+from ops.alerting import Alert, AlertBook, observe
 from ops.degradation import DegradationLadder
 from ops.device_weights import DeviceWeights, Weights
 from ops.edge_client import EdgeClient, EdgeError
@@ -141,9 +141,17 @@ class Probe:
         awaited = self._first_workers.awaited(now, reading.classes)
         seen = observe(reading, self._config.probe, self._ladder.level, stale_s, awaited)
         for alert in self._alerts.update(now, seen):
-            _log.warning("alert %s %s: %s", alert.name, alert.state, alert.summary)
-            if self._webhook is not None:
-                self._webhook.send(alert.to_json(self._unix_clock(), self._source))
+            self._tell(alert)
+
+    def close(self) -> None:
+        """Resolve what fires, at a clean stop; it waits for nothing."""
+        for alert in self._alerts.close():
+            self._tell(alert)
+
+    def _tell(self, alert: Alert) -> None:
+        _log.warning("alert %s %s: %s", alert.name, alert.state, alert.summary)
+        if self._webhook is not None:
+            self._webhook.send(alert.to_json(self._unix_clock(), self._source))
 
     def _note(self, weights: Weights) -> None:
         """Log what changed; a factor on its way is no news."""
@@ -201,6 +209,7 @@ def main() -> int:
                 next_at = max(next_at + config.probe.interval_s, time.monotonic())
                 time.sleep(max(next_at - time.monotonic(), 0.0))
     finally:
+        probe.close()
         if webhook is not None:
             webhook.stop()
     return 0

@@ -276,6 +276,28 @@ def test_failed_post_is_repeated_and_given_up_after_five(bench: Bench) -> None:
     assert bench.edge.posts == 10
 
 
+def test_what_fires_is_resolved_when_the_probe_stops(bench: Bench) -> None:
+    bench.gpu(temperature_c=91.0)
+    bench.run(5)
+    bench.probe.close()
+    bench.probe.close()
+    bench.webhook.stop(5)
+    told = [(alert["alert"], alert["class"], alert["state"]) for alert in bench.edge.alerts]
+    assert told == [("MirrorDeviceHot", "gpu", state) for state in ("firing", "resolved")]
+    last = "the probe stops; the last it saw: class gpu is too hot: 91 C, the limit is 85 C"
+    assert bench.edge.alerts[-1]["summary"] == last
+
+
+def test_receiver_that_hangs_holds_up_a_stop_for_a_second_at_most(bench: Bench) -> None:
+    bench.edge.delay_s = 3.0
+    bench.gpu(temperature_c=91.0)
+    bench.run(5)
+    begin = time.monotonic()
+    bench.probe.close()
+    bench.webhook.stop()
+    assert time.monotonic() - begin < 1.5
+
+
 def test_full_queue_of_alerts_gives_the_oldest_up(edge: SmallEdge) -> None:
     webhook = Webhook(f"http://127.0.0.1:{edge.server_port}/hook")
     for number in range(70):
