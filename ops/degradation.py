@@ -25,6 +25,8 @@ _SHED_PRESSURE = 1.0
 _CALM_SHARE = 0.8
 _CALM_PRESSURE = 0.5
 _DESCEND_AFTER_S = 10.0
+# From the step that turns clients away, half as long.
+_READMIT_SHARE = 0.5
 _LONGEST_DESCENT_S = 160.0
 _RELAPSE_WITHIN_S = 60.0
 
@@ -53,7 +55,10 @@ class DegradationLadder:
         """One step at most. A p99 that is None: too few tokens came to tell. `queue_pressure`:
         waiting requests for each slot."""
         p99_s = service.inter_token_p99_s
-        is_bad = p99_s is not None and p99_s > self._limit_s
+        latest_s = service.latest_p99_s
+        # Over 10 s a device that has recovered looks slow for as long: no reason to climb.
+        is_over = latest_s is not None and latest_s < self._limit_s * _CALM_SHARE
+        is_bad = p99_s is not None and p99_s > self._limit_s and not is_over
         is_calm = self._is_calm(service, queue_pressure)
         self._bad_since = self._since(self._bad_since, now, is_bad)
         self._calm_since = self._since(self._calm_since, now, is_calm)
@@ -65,12 +70,14 @@ class DegradationLadder:
         return None
 
     def _is_calm(self, service: ServiceReading, pressure: float) -> bool:
+        # The latest where it is known, so that what is over holds nothing up.
         calm_s = self._limit_s * _CALM_SHARE
         if self.level < HIGHEST:
-            return service.inter_token_p99_s is None or service.inter_token_p99_s < calm_s
+            p99_s = _first_known(service.latest_p99_s, service.inter_token_p99_s)
+            return p99_s is None or p99_s < calm_s
         # What did not justify this step does not hold it either.
-        is_usual_calm = service.usual_p99_s is None or service.usual_p99_s < calm_s
-        return is_usual_calm and pressure < _CALM_PRESSURE
+        usual_s = _first_known(service.latest_usual_p99_s, service.usual_p99_s)
+        return (usual_s is None or usual_s < calm_s) and pressure < _CALM_PRESSURE
 
     def _is_due(self, bad_s: float, service: ServiceReading, pressure: float) -> bool:
         if self.level == HIGHEST or bad_s < _CLIMB_AFTER_S[self.level]:
@@ -93,7 +100,8 @@ class DegradationLadder:
         return self._go(self.level + 1, why)
 
     def _descend(self, now: float, calm_s: float) -> Step | None:
-        if calm_s < self._descend_after_s:
+        share = _READMIT_SHARE if self.level == HIGHEST else 1.0
+        if calm_s < self._descend_after_s * share:
             return None
         self._calm_since = now
         self._descended_at = now
@@ -109,3 +117,7 @@ class DegradationLadder:
         if not is_so:
             return None
         return now if since is None else since
+
+
+def _first_known(latest: float | None, longer: float | None) -> float | None:
+    return longer if latest is None else latest

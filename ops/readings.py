@@ -39,14 +39,17 @@ class ClassReading:
 
 @dataclass(frozen=True, slots=True)
 class ServiceReading:
-    """How clients fare, over the last seconds; `worker_restarts` of the last 10 minutes.
+    """How clients fare, over the last 10 s; `worker_restarts` of the last 10 minutes.
 
-    `usual_p99_s` is the p99 of the class that the median token comes from.
+    `usual_p99_s` is the p99 of the class that the median token comes from. `latest_...` are the
+    same over the last 4 s, None where those hold too few tokens.
     """
 
     inter_token_p99_s: float | None = None
     usual_p99_s: float | None = None
     rejection_rate: float | None = None
+    latest_p99_s: float | None = None
+    latest_usual_p99_s: float | None = None
     worker_restarts: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -60,10 +63,14 @@ class StackReading:
 
     @property
     def queue_pressure(self) -> float:
-        """Requests that wait, for each slot of a live worker; 0 where nothing waits."""
-        waiting = sum(reading.waiting for reading in self.classes.values())
-        slots = sum(reading.slots for reading in self.classes.values())
-        return waiting / max(slots, 1)
+        """Requests for which there is no slot, for each slot of a live worker. One that waits while
+        slots of its class are free is held back by the batch limit: that is no overload."""
+        beyond = sum(
+            max(item.waiting - max(item.slots - item.in_flight, 0), 0)
+            for item in self.classes.values()
+        )
+        slots = sum(item.slots for item in self.classes.values())
+        return beyond / max(slots, 1)
 
 
 def share(value: object) -> float | None:

@@ -20,6 +20,8 @@ WANTED = (f"{_GAPS}_bucket", _DRAFTED, _ACCEPTED, _RESTARTS)
 # Where 10 s hold too few gaps for a quantile, three times as long may do.
 _LATENCY_WINDOW_S = 10.0
 _LONG_WINDOW_S = 30.0
+# Two scrapes: what a device does now that was slow a moment ago.
+_LATEST_WINDOW_S = 4.0
 _RESTART_WINDOW_S = 600.0
 # Fewer say nothing about a hundredth of them, or about a share.
 _FEWEST_GAPS = 100
@@ -88,12 +90,15 @@ class ServiceWindow:
         gaps = _since(self._at(now - _LATENCY_WINDOW_S), latest)
         if _FEWEST_RECENT_GAPS <= _count(_sum(gaps)) < _FEWEST_GAPS:
             gaps = _since(first, latest)
+        now_gaps = _since(self._at(now - _LATEST_WINDOW_S), latest)
         drafted = latest.drafted - first.drafted
         accepted = latest.accepted - first.accepted
         restarts = self._old[0][1]
         return ServiceReading(
             inter_token_p99_s=quantile(0.99, _sum(gaps)),
             usual_p99_s=usual_p99_s(gaps),
+            latest_p99_s=quantile(0.99, _sum(now_gaps)),
+            latest_usual_p99_s=usual_p99_s(now_gaps),
             rejection_rate=1.0 - min(max(accepted / drafted, 0.0), 1.0)
             if drafted >= _FEWEST_DRAFTED
             else None,

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ops.degradation import DegradationLadder, Step
-from ops.readings import ServiceReading
+from ops.readings import ClassReading, ServiceReading, StackReading
 
 LIMIT_S = 0.2
 
@@ -73,7 +73,41 @@ def test_calm_gives_back_step_by_step() -> None:
     ladder = DegradationLadder(LIMIT_S)
     levels(ladder, 30, 0.3, pressure=2.0)
     seen = levels(ladder, 60, 0.05, begin=30.0)
-    assert [seen.index(level) for level in (2, 1, 0)] == [10, 20, 30]
+    assert [seen.index(level) for level in (2, 1, 0)] == [5, 15, 25]
+
+
+def test_recovered_devices_end_shedding_while_the_longer_window_still_holds_the_slow_phase() -> (
+    None
+):
+    ladder = DegradationLadder(LIMIT_S)
+    levels(ladder, 30, 2.0, pressure=2.0)
+    service = ServiceReading(2.0, 2.0, latest_p99_s=0.05, latest_usual_p99_s=0.05)
+    seen = []
+    for second in range(30, 60):
+        ladder.update(float(second), service, 0.0)
+        seen.append(ladder.level)
+    assert [seen.index(level) for level in (2, 1, 0)] == [5, 15, 25]
+    assert 1 not in seen[25:], "a slow phase that is over is no reason to climb"
+
+
+def test_latest_tokens_that_are_slow_hold_the_level_whatever_the_longer_window_says() -> None:
+    ladder = DegradationLadder(LIMIT_S)
+    levels(ladder, 30, 2.0, pressure=2.0)
+    service = ServiceReading(0.05, 0.05, latest_p99_s=0.3, latest_usual_p99_s=0.3)
+    for second in range(30, 90):
+        ladder.update(float(second), service, 0.0)
+    assert ladder.level == 3
+
+
+@pytest.mark.parametrize(
+    ("waiting", "in_flight", "pressure"),
+    [(6, 2, 0.0), (14, 2, 1.0), (8, 8, 1.0), (4, 8, 0.5), (8, 9, 1.0), (0, 0, 0.0)],
+)
+def test_requests_that_wait_beside_free_slots_are_no_pressure(
+    waiting: int, in_flight: int, pressure: float
+) -> None:
+    item = ClassReading(workers=1, slots=8, in_flight=in_flight, waiting=waiting)
+    assert StackReading(0.0, {"gpu": item}).queue_pressure == pressure
 
 
 def test_silence_is_calm() -> None:

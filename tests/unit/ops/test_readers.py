@@ -213,6 +213,21 @@ def test_latency_and_rejection_are_those_of_the_last_seconds() -> None:
     assert window.reading(80.0).worker_restarts == {}, "the last scrape is too old"
 
 
+def test_latest_latency_forgets_a_slow_phase_within_four_seconds() -> None:
+    own, gaps, *_ = registry()
+    window = service.ServiceWindow()
+    seen = {}
+    for second in range(0, 42, 2):
+        for _ in range(200):
+            gaps.labels("cpu", "vip").observe(0.9 if second <= 20 else 0.05)
+        window.add(float(second), service.parse(generate_latest(own).decode()))
+        seen[second] = window.reading(float(second))
+    slow = [n for n, item in seen.items() if item.latest_p99_s and item.latest_p99_s > 0.5]
+    assert slow[-1] == 22
+    assert [n for n, item in seen.items() if (item.latest_usual_p99_s or 0) > 0.5] == slow
+    assert max(n for n, item in seen.items() if (item.inter_token_p99_s or 0) > 0.5) == 28
+
+
 def test_few_tokens_are_looked_at_for_longer_until_none_come() -> None:
     own, gaps, *_ = registry()
     window = service.ServiceWindow()
