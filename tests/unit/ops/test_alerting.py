@@ -211,7 +211,8 @@ def test_alert_texts_are_plain_and_have_units(
 
 def no_worker(workers_at: Mapping[int, int], seconds: int) -> list[tuple[int, str]]:
     """What is told of a class that has so many workers from each second on, none before."""
-    book, first, workers, told = AlertBook(), FirstWorkers(), 0, []
+    book, first, workers = AlertBook(), FirstWorkers(), 0
+    told: list[tuple[int, str]] = []
     for now in range(seconds):
         workers = workers_at.get(now, workers)
         reading = stack(workers=workers)
