@@ -5,6 +5,9 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from mirror_sd.config import Config
+from mirror_sd.config import Config, RunDir
 from ops.edge_client import EdgeClient
 from ops.probe import Probe
 from ops.readers.gpus import Gpus
@@ -286,6 +289,39 @@ def test_what_fires_is_resolved_when_the_probe_stops(bench: Bench) -> None:
     assert told == [("MirrorDeviceHot", "gpu", state) for state in ("firing", "resolved")]
     last = "the probe stops; the last it saw: class gpu is too hot: 91 C, the limit is 85 C"
     assert bench.edge.alerts[-1]["summary"] == last
+
+
+@pytest.mark.parametrize(("delay_s", "resolved"), [(0.0, 1), (6.0, 0)])
+def test_terminated_process_resolves_and_ends_whether_or_not_the_receiver_answers(
+    edge: SmallEdge, tmp_path: Path, delay_s: float, resolved: int
+) -> None:
+    edge.state = {"workers": [worker("gpu", emulated=True, health={"temperature_c": 91.0})]}
+    run = RunDir(tmp_path)
+    run.admin_token.write_text(TOKEN)
+    run.metrics.mkdir(parents=True)
+    port = edge.server_port
+    config = Config.model_validate(
+        {
+            "server": {"port": port, "admin_port": port},
+            "pools": {"gpu": {"engine": "emulated"}},
+            "probe": {"webhook": f"http://127.0.0.1:{port}/hook", "interval_s": 0.5},
+        }
+    )
+    (tmp_path / "config.json").write_text(config.model_dump_json())
+    environment = {
+        **os.environ,
+        "MIRROR_SD_CONFIG_JSON": str(tmp_path / "config.json"),
+        "PROMETHEUS_MULTIPROC_DIR": str(run.metrics),
+    }
+    with subprocess.Popen([sys.executable, "-m", "ops.probe"], env=environment) as process:
+        try:
+            until(lambda: edge.alerts, 20.0)
+            edge.delay_s = delay_s
+            process.terminate()
+            assert process.wait(3.0) == 0
+        finally:
+            process.kill()
+    assert [alert["state"] for alert in edge.alerts] == ["firing", "resolved"][: 1 + resolved]
 
 
 def test_receiver_that_hangs_holds_up_a_stop_for_a_second_at_most(bench: Bench) -> None:
