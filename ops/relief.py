@@ -2,9 +2,9 @@
 
 What is relieved answers late (a chip cools for half a minute), so a factor that simply went back
 to 1 would heat the device again, for ever. Three things prevent it: nothing moves between `low`
-and `high`; the way back is a ramp; and a value that is high again soon after the way back began
-sets a ceiling below the factor that was too much. The ceiling is lifted slowly, after a pause that
-doubles with each such relapse.
+and `high`; the way back is a ramp; and a value that is high again within a quarter of an hour after
+the way back began, or under a ceiling at all, sets a ceiling below the factor that was too much.
+The ceiling is lifted slowly, after a pause that doubles with each such relapse.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 _CUT = 0.4
 _CUT_AGAIN_S = 5.0
 _RAMP_PER_S = 0.1
-_RELAPSE_WITHIN_S = 120.0
+_RELAPSE_WITHIN_S = 900.0
 _CEILING_CUT = 0.85
 _CEILING_RAMP_PER_S = 0.005
 _FIRST_PAUSE_S = 60.0
@@ -65,7 +65,8 @@ class Relief:
         is_relapse = (
             not self._is_high
             and self._risen_from is not None
-            and now - self._risen_from <= _RELAPSE_WITHIN_S + self._pause_s
+            # Near its balance a device warms for minutes; under a ceiling it is one however late.
+            and (self._ceiling < 1.0 or now - self._risen_from <= _RELAPSE_WITHIN_S)
         )
         if is_relapse:
             self._ceiling = max(self.factor * _CEILING_CUT, self.floor)
