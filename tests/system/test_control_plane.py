@@ -224,12 +224,13 @@ def test_flood_of_one_tenant_does_not_starve_another(clients: Clients) -> None:
             pool.submit(clients.ask, "acme", f"Flood {number}", tokens) for number in range(flood)
         ]
         until(lambda: running(clients.stack) == SLOTS, 5, "every place is taken")
-        for number in range(3):
+        # Each waits for about one of the flood's six rounds; in order of arrival, for all of them.
+        for number in range(2):
             assert clients.ask("birch", f"Just one, {number}", 5)
         done = sum(one.done() for one in crowd)
         for one in crowd:
             assert one.result()
-    assert done < flood * 2 / 3, f"{done} of the flood's {flood} were served first"
+    assert done < flood * 5 / 6, f"{done} of the flood's {flood} were served first"
 
 
 def test_client_that_leaves_the_queue_is_gone_from_it(clients: Clients) -> None:
