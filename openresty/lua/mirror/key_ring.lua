@@ -1,6 +1,7 @@
 --- The API keys of the file that `mirror-sd key` writes: only their SHA-256 is in it.
 
 local cjson = require("cjson.safe")
+local validation = require("mirror.validation")
 
 local _M = {}
 local KeyRing = {}
@@ -10,7 +11,7 @@ local TIERS = { vip = true, standard = true }
 local LIMITS = { "concurrency", "requests_per_minute", "tokens_per_minute" }
 
 local function refuse(path, allowed)
-    error({ message = "keys: " .. path .. ": " .. allowed }, 0)
+    validation.fail(path .. ": " .. allowed, path)
 end
 
 local function limit_of(path, entry, name)
@@ -93,11 +94,11 @@ end
 
 --- The ring in `text`, or nil and a sentence that names the key at fault.
 function _M.parse(text)
-    local is_parsed, result = pcall(parse, text)
+    local is_parsed, result = validation.run("keys", parse, text)
     if is_parsed then
         return result
     end
-    return nil, type(result) == "table" and result.message or tostring(result)
+    return nil, result
 end
 
 --- A ring without keys.

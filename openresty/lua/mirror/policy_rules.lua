@@ -3,6 +3,7 @@
 local cjson = require("cjson.safe")
 local classes = require("mirror.classes")
 local lua_table = require("mirror.lua_table")
+local validation = require("mirror.validation")
 
 local _M = {}
 
@@ -15,28 +16,8 @@ local STEPS = 64
 local WEIGHT_MAX = 1e6
 local RATE_MAX = 4
 
-local function shown(value)
-    if value == cjson.null then
-        return "null"
-    end
-    if type(value) == "string" then
-        return '"' .. value:sub(1, 40) .. '"'
-    end
-    return type(value) == "table" and "a table" or tostring(value)
-end
-
-local function refuse_as(path, seen, allowed)
-    local message = string.format("%s is %s; %s", path, seen, allowed)
-    error({ path = path, message = message }, 0)
-end
-
-local function refuse(path, value, allowed)
-    refuse_as(path, shown(value), allowed)
-end
-
-local function is_finite(value)
-    return type(value) == "number" and value == value and value < math.huge
-end
+local is_finite, refuse, refuse_as =
+    validation.is_finite, validation.refuse, validation.refuse_as
 
 local function check_keys(path, value, what, names)
     if type(value) ~= "table" then
@@ -51,7 +32,7 @@ local function check_keys(path, value, what, names)
             local place = type(key) == "number" and path .. "[" .. key .. "]"
                 or (path == "the policy" and key or path .. "." .. key)
             local message = ": there is no such key; known are " .. table.concat(names, ", ")
-            error({ path = place, message = place .. message }, 0)
+            validation.fail(place .. message, place)
         end
     end
 end
@@ -189,14 +170,11 @@ end
 
 --- True, or nil, a sentence that names the key, the value and what is allowed, and the key's path.
 function _M.validate(policy)
-    local is_valid, refusal = pcall(check, policy)
+    local is_valid, message, path = validation.run("policy", check, policy)
     if is_valid then
         return true
     end
-    if type(refusal) == "table" then
-        return nil, "policy: " .. refusal.message, refusal.path
-    end
-    return nil, "policy: " .. tostring(refusal), ""
+    return nil, message, path
 end
 
 -- A key that is missing has no line; the table that should hold it has.

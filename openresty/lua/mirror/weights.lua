@@ -3,6 +3,7 @@
 local cjson = require("cjson.safe")
 local classes = require("mirror.classes")
 local document = require("mirror.document")
+local validation = require("mirror.validation")
 
 local _M = {}
 local Weights = {}
@@ -13,15 +14,7 @@ local LEVEL_MAX = 3
 -- Measurements that may be there beside the factor; null where a device does not tell.
 local MEASURED = { "utilisation", "memory_pressure", "in_flight", "slots" }
 
-local function refuse(path, value, allowed)
-    local text = value == cjson.null and "null" or type(value) == "table" and "a table"
-        or type(value) == "string" and '"' .. value:sub(1, 40) .. '"' or tostring(value)
-    error({ message = string.format("weights: %s is %s; %s", path, text, allowed) }, 0)
-end
-
-local function is_finite(value)
-    return type(value) == "number" and value == value and value > -math.huge and value < math.huge
-end
+local is_finite, refuse = validation.is_finite, validation.refuse
 
 local function is_whole(value, limit)
     return is_finite(value) and value >= 0 and value % 1 == 0 and value <= limit
@@ -91,11 +84,11 @@ end
 --- True, or nil and a sentence that names the key, the value and what is allowed. `now` is Unix
 -- seconds, `stored` the document in force or nil.
 function _M.validate(candidate, now, stored)
-    local is_valid, refusal = pcall(check, candidate, now, stored)
+    local is_valid, message = validation.run("weights", check, candidate, now, stored)
     if is_valid then
         return true
     end
-    return nil, type(refusal) == "table" and refusal.message or "weights: " .. tostring(refusal)
+    return nil, message
 end
 
 --- `dict`: a shared dict; `clock`: a function of Unix seconds.
