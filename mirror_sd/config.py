@@ -56,6 +56,11 @@ class ServerConfig(_Section):
     start_timeout_s: float = Field(120.0, gt=0, description="longest wait for `ready`")
 
     @property
+    def reachable_host(self) -> str:
+        """Where a client on this machine reaches a server that listens on `host`."""
+        return {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(self.host, self.host)
+
+    @property
     def effective_admin_port(self) -> int:
         if self.admin_port is not None:
             return self.admin_port

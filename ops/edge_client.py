@@ -25,7 +25,7 @@ class EdgeClient:
     def __init__(
         self, host: str, port: int, admin_port: int, token_file: Path, timeout_s: float = 1.0
     ) -> None:
-        self._public = ({"0.0.0.0": _LOOPBACK, "::": "::1", "": _LOOPBACK}.get(host, host), port)
+        self._public = (host, port)
         self._admin = (_LOOPBACK, admin_port)
         self._token_file = token_file
         self._timeout_s = timeout_s

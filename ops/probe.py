@@ -180,7 +180,9 @@ class Probe:
 def build(config: Config, run: RunDir) -> tuple[Probe, Webhook | None]:
     """The probe of a stack. Raises `ConfigError` for a webhook that is no URL."""
     server = config.server
-    edge = EdgeClient(server.host, server.port, server.effective_admin_port, run.admin_token)
+    edge = EdgeClient(
+        server.reachable_host, server.port, server.effective_admin_port, run.admin_token
+    )
     url = config.probe.webhook
     webhook = Webhook(url) if url is not None else None
     source = f"{server.host}:{server.port}"

@@ -118,9 +118,7 @@ def _count(number: int, noun: str) -> str:
 
 def url(config: Config) -> str:
     """Where a client on this machine reaches the stack."""
-    host = config.server.host
-    if host in ("0.0.0.0", "::", ""):
-        host = "127.0.0.1"
+    host = config.server.reachable_host
     return f"http://{f'[{host}]' if ':' in host else host}:{config.server.port}"
 
 

@@ -71,7 +71,7 @@ class Stack:
         """
         server = self._config.server
         gateway = self._run.gateway_socket(0)
-        host, classes = _reachable(server.host), [str(name) for name in self._config.pools]
+        host, classes = server.reachable_host, [str(name) for name in self._config.pools]
         check = ReadinessCheck(host, server.port, model, gateway, classes)
         deadline = self._clock() + server.start_timeout_s
         try:
@@ -188,7 +188,3 @@ def _start(child: Child) -> None:
 def _quote(spec: ChildSpec, count: int) -> str:
     lines = last_lines(processes.log_of(spec), count)
     return "".join(f"\n  {spec.name}: {line}" for line in lines)
-
-
-def _reachable(host: str) -> str:
-    return {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
