@@ -53,8 +53,9 @@ def route(
     Asks the stack on the port; where none runs, the configured policy and classes without any load.
     """
     from mirror_sd import routing
+    from mirror_sd.scheduler.ticket import TIERS
 
-    if tier not in ("vip", "standard"):
+    if tier not in TIERS:
         raise typer.BadParameter("write vip or standard", param_hint="--tier")
     wish: dict[str, str | int | float] = {
         "prompt_tokens": prompt_tokens,

@@ -39,7 +39,8 @@ def add(
     as_json: AsJson = False,
 ) -> None:
     """Make a key and print it, this once: only its digest is kept."""
-    from mirror_sd.keys import TIERS, Limits
+    from mirror_sd.keys import Limits
+    from mirror_sd.scheduler.ticket import TIERS
 
     if tier not in TIERS:
         raise typer.BadParameter("write vip or standard", param_hint="--tier")

@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mirror_sd.errors import SetupError
+from mirror_sd.scheduler.ticket import TIERS
 
 VERSION = 1
-TIERS = ("vip", "standard")
 Tier = Literal["vip", "standard"]
 _PREFIX = "msd-"
 _SECRET_BYTES = 20

@@ -178,7 +178,7 @@ class Probe:
 
 
 def build(config: Config, run: RunDir) -> tuple[Probe, Webhook | None]:
-    """The probe of a stack. Raises `ConfigError` for a webhook that is no URL."""
+    """The probe of a stack."""
     server = config.server
     edge = EdgeClient(
         server.reachable_host, server.port, server.effective_admin_port, run.admin_token

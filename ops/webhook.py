@@ -13,7 +13,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from mirror_sd import telemetry
-from mirror_sd.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 
@@ -34,13 +33,11 @@ class Webhook:
     """`send` never waits; `start` before it, `stop` when all is over.
 
     An alert is posted at most five times, in order, with pauses that double. When 64 wait, the
-    oldest gives way. Raises `ConfigError` for what is no http URL.
+    oldest gives way. The configuration has checked `url`.
     """
 
     def __init__(self, url: str, *, first_pause_s: float = _FIRST_PAUSE_S) -> None:
         parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"probe.webhook: {url!r} is not an http or https URL")
         self._url = url
         # The rest of a webhook's URL is often its secret.
         self._shown = f"{parts.scheme}://{parts.hostname}"

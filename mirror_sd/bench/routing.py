@@ -31,6 +31,7 @@ from mirror_sd.bench.options import AsJson, Dataset, Overrides, one_of, show
 from mirror_sd.bench.own_stack import OwnStack
 from mirror_sd.bench.serve_stack import measured
 from mirror_sd.keys import Tier
+from mirror_sd.scheduler.ticket import TIERS
 
 MODES = ("round_robin", "gpu_only", "ours")
 # Milliseconds of a step and sequences in it, as in workers/profiles.
@@ -130,7 +131,7 @@ def _run(mode: str, plan: Plan, overrides: Sequence[str]) -> dict[str, Any]:
         settings = [*_settings(mode, plan, Path(directory)), *overrides]
         with OwnStack(settings, tenants) as stack, LoadClient(stack.port) as client:
             requests = plan.mix().requests()
-            vip = [item for item in requests if item.tier == traffic.TIERS[0]]
+            vip = [item for item in requests if item.tier == TIERS[0]]
             alone = _timed(client, _arrivals(vip, stack), plan)
             sampler = _Sampler(stack, plan)
             with measured(stack.processes()) as use:
@@ -198,7 +199,7 @@ def _report(alone: _Run, crowd: _Run, plan: Plan, shares: dict[str, float]) -> d
     window = (crowd.begin + plan.warm_s, crowd.begin + plan.seconds)
     tokens = sum(e.tokens_until(window[1]) - e.tokens_until(window[0]) for e in answered)
     rate = tokens / (window[1] - window[0])
-    by_tier = {tier: _latencies_ms(answered, tier, crowd.cut) for tier in traffic.TIERS}
+    by_tier = {tier: _latencies_ms(answered, tier, crowd.cut) for tier in TIERS}
     unloaded = quantile(_latencies_ms(alone.exchanges, "vip", alone.cut), 0.99)
     waits = [(e.first or e.ended or crowd.cut) - e.due for e in answered if e.label == "standard"]
     return {

@@ -13,6 +13,7 @@ import psutil
 
 from mirror_sd.config import Config, RunDir
 from mirror_sd.errors import SetupError
+from mirror_sd.supervisor.process_table import role_of
 
 # Whoever measures is named so among the stack's roles.
 CLIENT = "client"
@@ -29,7 +30,7 @@ class RunningStack:
             self.config = Config.model_validate_json(run.config_json.read_text(encoding="utf-8"))
             supervisor = psutil.Process(int(run.supervisor_pid.read_text(encoding="utf-8")))
             self._cores = len(supervisor.cpu_affinity())
-            self._processes = [(_role(p), p) for p in supervisor.children(recursive=True)]
+            self._processes = [(role_of(p)[0], p) for p in supervisor.children(recursive=True)]
             self._processes.append(("supervisor", supervisor))
             self._spent: dict[int, float] = {}
         except (OSError, ValueError, psutil.Error) as error:
@@ -94,12 +95,6 @@ def measured(stack: RunningStack) -> Iterator[CpuUse]:
     use.seconds = {role: after[role] - before.get(role, 0.0) for role in sorted(after)}
     others = _busy_s() - busy - sum(use.seconds.values())
     use.other_cores = max(others / (time.monotonic() - begin), 0.0)
-
-
-def _role(process: psutil.Process) -> str:
-    # nginx writes its title over its environment.
-    name = process.name()
-    return name if name == "nginx" else process.environ().get("MIRROR_SD_ROLE", name)
 
 
 def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -17,6 +17,7 @@ from typing import Any
 
 from mirror_sd.bench import prompts
 from mirror_sd.bench.load import Arrival, request
+from mirror_sd.scheduler.ticket import TIERS
 
 # Evenly spaced quantiles, the least and the largest too: of 106 prompts, and of the 42 answers.
 # fmt: off
@@ -40,7 +41,6 @@ _TEXT = (
 )
 _WORDS = _TEXT.split()
 
-TIERS = ("vip", "standard")
 VIP_TENANT = "first"
 STANDARD_TENANTS = ("second", "third", "fourth")
 

@@ -51,7 +51,7 @@ def processes(supervisor_pid: int) -> list[StackProcess]:
 
 
 def _family(process: psutil.Process) -> Iterator[StackProcess]:
-    role, device_class = _role(process)
+    role, device_class = role_of(process)
     children = process.children()
     own_role = f"{role}-master" if role in _MASTERS else role
     yield StackProcess(own_role, process.pid, device_class, _rss_mb(process))
@@ -65,7 +65,8 @@ def _family(process: psutil.Process) -> Iterator[StackProcess]:
                 yield StackProcess("worker", child.pid, device_class, _rss_mb(child))
 
 
-def _role(process: psutil.Process) -> tuple[str, str | None]:
+def role_of(process: psutil.Process) -> tuple[str, str | None]:
+    """The role of a stack's process and, of a pool and its workers, the device class."""
     environment = process.environ()
     role = environment.get("MIRROR_SD_ROLE")
     if role is None:

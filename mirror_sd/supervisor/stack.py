@@ -134,8 +134,13 @@ class Stack:
         for stage in ([*self._gateways, *self._pools], [self._broker]):
             for child in stage:
                 child.stop()
-            for child in self._wait_gone(stage, _STOP_S):
-                _log.warning("%s did not end in %g s: killed", child.spec.name, _STOP_S)
+            self._wait_or_warn(stage)
+        # It was told first, and may still be resolving its alerts at a slow webhook.
+        self._wait_or_warn(self._probe)
+
+    def _wait_or_warn(self, children: Sequence[Child]) -> None:
+        for child in self._wait_gone(children, _STOP_S):
+            _log.warning("%s did not end in %g s: killed", child.spec.name, _STOP_S)
 
     def _wait_gone(self, children: Sequence[Child], timeout_s: float) -> list[Child]:
         """Wait for these to end, for no other signal and no longer; returns those still there."""
