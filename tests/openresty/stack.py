@@ -20,6 +20,7 @@ from typing import Any
 import httpx
 
 from mirror_sd.supervisor.edge import find_nginx
+from mirror_sd.supervisor.preflight import free_ports
 
 ROOT = Path(__file__).resolve().parents[2]
 EDGE = ROOT / "openresty"
@@ -35,12 +36,6 @@ def wait_until(holds: Callable[[], bool], timeout_s: float = 5.0) -> None:
         if time.monotonic() > deadline:
             raise AssertionError(f"did not come about within {timeout_s} s")
         time.sleep(0.01)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Upstream:
@@ -98,7 +93,7 @@ class Edge:
         self.user = user
         self.classes = classes
         self.nginx = find_nginx()
-        self.port, self.admin_port = free_port(), free_port()
+        self.port, self.admin_port = free_ports(2)
         self.url = f"http://127.0.0.1:{self.port}"
         self.admin_url = f"http://127.0.0.1:{self.admin_port}"
         self.policy_file = run_dir / "policy.lua"

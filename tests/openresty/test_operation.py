@@ -18,11 +18,11 @@ from pathlib import Path
 import httpx
 import pytest
 
+from mirror_sd.supervisor.preflight import free_ports
 from tests.openresty.stack import (
     CHAT,
     Edge,
     chat,
-    free_port,
     post_head,
     wait_until,
 )
@@ -156,7 +156,8 @@ def test_bad_settings_keep_nginx_from_starting(
     edge: Edge, change: dict[str, str], reason: str
 ) -> None:
     conf = edge.run_dir / "bad.conf"
-    conf.write_text(edge.rendered(listen=f"127.0.0.1:{free_port()}", error_log="stderr", **change))
+    [port] = free_ports(1)
+    conf.write_text(edge.rendered(listen=f"127.0.0.1:{port}", error_log="stderr", **change))
     command = [str(edge.nginx.binary), "-p", str(edge.run_dir / "nginx"), "-c", str(conf)]
     start = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10)
     assert start.returncode != 0

@@ -23,6 +23,7 @@ import tokenizers
 from prometheus_client.parser import text_string_to_metric_families
 
 from mirror_sd.admin_client import AdminClient
+from mirror_sd.supervisor.preflight import free_ports
 
 ROOT = Path(__file__).resolve().parents[2]
 CLI = (sys.executable, "-m", "mirror_sd.cli")
@@ -30,9 +31,8 @@ MODEL = "smollm2-135m-instruct"
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    [port] = free_ports(1)
+    return port
 
 
 def is_free(port: int) -> bool:
@@ -72,7 +72,7 @@ class Stack:
         command: Sequence[str] = (*CLI, "up"),
         base: Path | None = None,
     ) -> None:
-        self.port, self.admin_port = free_port(), free_port()
+        self.port, self.admin_port = free_ports(2)
         # Short: paths of unix sockets are limited to 107 bytes.
         self.base = base or Path(tempfile.mkdtemp(prefix="msd-", dir="/tmp"))
         self.url = f"http://127.0.0.1:{self.port}"

@@ -13,6 +13,7 @@ import pytest
 
 from mirror_sd.bench.load import Arrival, Exchange, LoadClient, quantile, request
 from mirror_sd.errors import SetupError
+from tests.unit.bench.small_server import listening
 
 BODY = b'{"usage":{"completion_tokens":7}}'
 WHOLE = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(BODY), BODY)
@@ -31,32 +32,15 @@ Answer = Callable[[socket.socket, int], None]
 @contextmanager
 def server(answer: Answer) -> Iterator[int]:
     """Calls `answer` with the connection and its own count for each request of each connection."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        threads: list[threading.Thread] = []
 
-        def serve(connection: socket.socket) -> None:
-            with connection:
-                for count in itertools.count():
-                    if not connection.recv(65536):
-                        return
-                    answer(connection, count)
+    def serve(connection: socket.socket) -> None:
+        for count in itertools.count():
+            if not connection.recv(65536):
+                return
+            answer(connection, count)
 
-        def accept() -> None:
-            while True:
-                try:
-                    connection, _ = listener.accept()
-                except OSError:
-                    return
-                threads.append(threading.Thread(target=serve, args=(connection,)))
-                threads[-1].start()
-
-        accepting = threading.Thread(target=accept)
-        accepting.start()
-        yield listener.getsockname()[1]
-        listener.shutdown(socket.SHUT_RDWR)
-        accepting.join(5)
-        for thread in threads:
-            thread.join(5)
+    with listening(serve) as port:
+        yield port
 
 
 def send(*pieces: bytes, pause_s: float = 0.0) -> Answer:

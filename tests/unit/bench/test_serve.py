@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import socket
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -17,6 +16,7 @@ from mirror_sd.bench.serve import ratios
 from mirror_sd.bench.serve_load import LoadGenerator, chat_body, read_reply
 from mirror_sd.bench.serve_stack import RunningStack
 from mirror_sd.errors import InternalError, SetupError
+from tests.unit.bench.small_server import listening
 
 HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 
@@ -87,39 +87,19 @@ def test_a_stream_that_is_not_whole_is_an_error(blocks):
 def server(replies: list[bytes], heads: list[bytes] | None = None) -> Iterator[int]:
     """Answers each request on each of its connections with the next reply, in two pieces; `heads`
     gets the requests."""
-    listener = socket.create_server(("127.0.0.1", 0))
-    threads = []
 
     def serve(connection: socket.socket) -> None:
-        with connection:
-            while data := connection.recv(65536):
-                while b"\r\n\r\n" not in data:
-                    data += connection.recv(65536)
-                if heads is not None:
-                    heads.append(data)
-                reply = replies.pop(0)
-                connection.sendall(reply[: len(reply) // 2])
-                connection.sendall(reply[len(reply) // 2 :])
+        while data := connection.recv(65536):
+            while b"\r\n\r\n" not in data:
+                data += connection.recv(65536)
+            if heads is not None:
+                heads.append(data)
+            reply = replies.pop(0)
+            connection.sendall(reply[: len(reply) // 2])
+            connection.sendall(reply[len(reply) // 2 :])
 
-    def accept() -> None:
-        while True:
-            try:
-                connection, _ = listener.accept()
-            except OSError:
-                return
-            threads.append(threading.Thread(target=serve, args=(connection,)))
-            threads[-1].start()
-
-    acceptor = threading.Thread(target=accept)
-    acceptor.start()
-    try:
-        yield listener.getsockname()[1]
-    finally:
-        listener.shutdown(socket.SHUT_RDWR)
-        listener.close()
-        acceptor.join()
-        for thread in threads:
-            thread.join()
+    with listening(serve) as port:
+        yield port
 
 
 def test_clients_keep_their_connections_and_replies_keep_the_order_of_their_requests():
