@@ -11,8 +11,9 @@ from urllib.parse import urlencode
 
 from pydantic import ValidationError
 
-from mirror_sd.config import Config, RunDir
+from mirror_sd.config import Config
 from mirror_sd.errors import SetupError
+from mirror_sd.run_dir import RunDir
 
 JSON = "application/json"
 LUA = "text/x-lua"

@@ -12,8 +12,9 @@ from typing import Any
 from mirror_sd import config as configuration
 from mirror_sd.admin_client import AdminClient, is_listening, stack_on
 from mirror_sd.child import Child
-from mirror_sd.config import Config, RunDir
+from mirror_sd.config import Config
 from mirror_sd.errors import SetupError
+from mirror_sd.run_dir import RunDir
 
 _START_S = 10.0
 _POLL_S = 0.05

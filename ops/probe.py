@@ -15,8 +15,9 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 from mirror_sd import logs, telemetry
-from mirror_sd.config import Config, RunDir, from_run_dir
+from mirror_sd.config import Config
 from mirror_sd.errors import SetupError
+from mirror_sd.run_dir import RunDir, from_run_dir
 from ops import gauges
 from ops.alerting import Alert, AlertBook, observe
 from ops.degradation import DegradationLadder

@@ -19,7 +19,7 @@ import msgspec
 
 from mirror_sd import telemetry
 from mirror_sd.backends.protocol import Capabilities
-from mirror_sd.config import Config, RunDir
+from mirror_sd.config import Config
 from mirror_sd.engine_stats import EngineStats
 from mirror_sd.errors import ContextLengthExceeded, InvalidRequest, ModelError
 from mirror_sd.messages import (
@@ -30,6 +30,7 @@ from mirror_sd.messages import (
     Submit,
     TokenLogprob,
 )
+from mirror_sd.run_dir import RunDir
 from workers import emulated_text, profile
 from workers.emulated_device import ControlFile, EmulatedDevice
 from workers.emulated_text import EmulatedText

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from mirror_sd.config import Config, RunDir
+from mirror_sd.config import Config
 from mirror_sd.errors import ConfigError
+from mirror_sd.run_dir import RunDir
 from workers.report import Engine
 
 

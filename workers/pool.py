@@ -19,8 +19,9 @@ from prometheus_client import multiprocess
 
 from mirror_sd import logs, openmp, telemetry
 from mirror_sd.child import CANNOT_START, Child, ChildSpec, Death, Waker
-from mirror_sd.config import PoolConfig, from_run_dir
+from mirror_sd.config import PoolConfig
 from mirror_sd.errors import ConfigError, SetupError
+from mirror_sd.run_dir import from_run_dir
 
 _log = logging.getLogger(__name__)
 

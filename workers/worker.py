@@ -21,7 +21,6 @@ from collections.abc import Callable, Sequence
 
 from mirror_sd import logs
 from mirror_sd.child import CANNOT_START, die_with_parent
-from mirror_sd.config import from_run_dir
 from mirror_sd.errors import (
     CapacityError,
     InternalError,
@@ -38,6 +37,7 @@ from mirror_sd.messages import (
     Reset,
     Submit,
 )
+from mirror_sd.run_dir import from_run_dir
 from workers import engines
 from workers.link import Inbound, Link, Lost, Outbound, Stop
 from workers.report import Engine, Gauges, refusal, registration

@@ -16,9 +16,10 @@ from typing import Self
 from mirror_sd.admin_client import AdminClient
 from mirror_sd.bench.serve_stack import RunningStack
 from mirror_sd.child import die_with_parent
-from mirror_sd.config import Config, RunDir
+from mirror_sd.config import Config
 from mirror_sd.errors import SetupError
 from mirror_sd.keys import KeyFile, Tier
+from mirror_sd.run_dir import RunDir
 from mirror_sd.supervisor import process_table
 from mirror_sd.supervisor.preflight import free_ports
 from mirror_sd.supervisor.processes import import_path

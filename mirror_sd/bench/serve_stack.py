@@ -11,8 +11,9 @@ from typing import Any
 
 import psutil
 
-from mirror_sd.config import Config, RunDir
+from mirror_sd.config import Config
 from mirror_sd.errors import SetupError
+from mirror_sd.run_dir import RunDir
 from mirror_sd.supervisor.process_table import role_of
 
 # Whoever measures is named so among the stack's roles.

@@ -21,8 +21,9 @@ import zmq
 
 from mirror_sd import logs
 from mirror_sd.child import CANNOT_START
-from mirror_sd.config import Config, RunDir, from_run_dir
+from mirror_sd.config import Config
 from mirror_sd.errors import SetupError
+from mirror_sd.run_dir import RunDir, from_run_dir
 from mirror_sd.serving import endpoint
 from mirror_sd.serving.outbox import Side
 from mirror_sd.serving.process_watch import ProcessWatch

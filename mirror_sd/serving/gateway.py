@@ -19,10 +19,10 @@ from typing import Any
 import falcon
 import falcon.asgi
 
-from mirror_sd import config as configuration
 from mirror_sd import logs
 from mirror_sd.api.tokenizer import Tokenizer
 from mirror_sd.config import Config
+from mirror_sd.run_dir import from_run_dir
 from mirror_sd.serving import answers, status
 from mirror_sd.serving.broker_client import BrokerClient
 from mirror_sd.serving.error_answers import RequestIds, add_error_answers
@@ -81,13 +81,13 @@ def create_app(
     tokenizer: Tokenizer | None = None,
     broker: Broker | None = None,
 ) -> GatewayApp:
-    """The application; what is not given comes from `config.from_run_dir()`.
+    """The application; what is not given comes from `run_dir.from_run_dir()`.
 
     Raises `ConfigError` and `ModelError`, which keep the process from starting.
     """
     if config is None or tokenizer is None or broker is None:
         logs.configure("gateway")
-        config, run_dir = configuration.from_run_dir()
+        config, run_dir = from_run_dir()
         tokenizer = Tokenizer.from_directory(run_dir.tokenizer)
         identity = f"gateway-{os.environ.get('MIRROR_SD_GATEWAY_INDEX', '0')}"
         broker = BrokerClient(run_dir.gateway_endpoint, identity, config.broker)

@@ -12,8 +12,9 @@ from contextlib import suppress
 
 import psutil
 
-from mirror_sd.config import Config, RunDir
+from mirror_sd.config import Config
 from mirror_sd.errors import SetupError
+from mirror_sd.run_dir import RunDir
 from mirror_sd.supervisor import run_directory
 from mirror_sd.supervisor.processes import import_path
 from mirror_sd.supervisor.run_directory import Claim

@@ -13,8 +13,9 @@ from pathlib import Path
 from string import Template
 
 import mirror_sd
-from mirror_sd.config import Config, RunDir
+from mirror_sd.config import Config
 from mirror_sd.errors import SetupError
+from mirror_sd.run_dir import RunDir
 from mirror_sd.supervisor.preflight import is_loopback
 
 _CANDIDATES = (

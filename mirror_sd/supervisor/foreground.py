@@ -11,8 +11,9 @@ from types import FrameType
 
 from mirror_sd import logs, model_store
 from mirror_sd.child import Waker
-from mirror_sd.config import Config, PoolConfig, RunDir
+from mirror_sd.config import Config, PoolConfig
 from mirror_sd.errors import ModelError
+from mirror_sd.run_dir import RunDir
 from mirror_sd.supervisor import edge, preflight, run_directory
 from mirror_sd.supervisor.background import is_detached
 from mirror_sd.supervisor.run_directory import Claim

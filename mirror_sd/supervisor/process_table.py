@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 
-from mirror_sd.config import RunDir
+from mirror_sd.run_dir import RunDir
 from mirror_sd.supervisor.unix_connection import UnixConnection
 
 _ANSWER_S = 3.0

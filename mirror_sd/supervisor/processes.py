@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 from mirror_sd.child import ChildSpec
-from mirror_sd.config import Config, RunDir
+from mirror_sd.config import Config
+from mirror_sd.run_dir import RunDir
 from mirror_sd.supervisor import run_directory
 from mirror_sd.supervisor.edge import Nginx, source_root
 

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import psutil
 
-from mirror_sd.config import RunDir
 from mirror_sd.errors import SetupError
+from mirror_sd.run_dir import RunDir
 
 _LONGEST_SOCKET_PATH = 107
 _ORPHANS_GONE_S = 5.0

@@ -7,8 +7,9 @@ import time
 from collections.abc import Callable, Sequence
 
 from mirror_sd.child import CANNOT_START, Child, ChildSpec
-from mirror_sd.config import Config, RunDir
+from mirror_sd.config import Config
 from mirror_sd.errors import SetupError
+from mirror_sd.run_dir import RunDir
 from mirror_sd.supervisor import live_gauges, processes, run_directory
 from mirror_sd.supervisor.edge import Nginx, reason_in
 from mirror_sd.supervisor.log_tail import LogTail, last_lines

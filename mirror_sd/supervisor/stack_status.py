@@ -9,8 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 from mirror_sd.admin_client import AdminClient, stack_on
-from mirror_sd.config import Config, RunDir
+from mirror_sd.config import Config
 from mirror_sd.errors import SetupError
+from mirror_sd.run_dir import RunDir
 from mirror_sd.supervisor import process_table, run_directory
 
 _ANSWER_S = 2.0

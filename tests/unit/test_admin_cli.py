@@ -15,8 +15,9 @@ import typer
 from typer.testing import CliRunner
 
 from mirror_sd import admin_cli, routing
-from mirror_sd.config import RunDir, load
+from mirror_sd.config import load
 from mirror_sd.errors import SetupError
+from mirror_sd.run_dir import RunDir
 
 PORT = 18111
 TOKEN = "a-token"

@@ -8,8 +8,9 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from mirror_sd.config import Config, RunDir, from_run_dir, load
+from mirror_sd.config import Config, load
 from mirror_sd.errors import ConfigError
+from mirror_sd.run_dir import RunDir, from_run_dir
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -18,7 +18,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 FOUNDATIONS = frozenset(
-    f"mirror_sd.{name}" for name in ("errors", "config", "telemetry", "messages")
+    f"mirror_sd.{name}" for name in ("errors", "config", "run_dir", "telemetry", "messages")
 )
 
 

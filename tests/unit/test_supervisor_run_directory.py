@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mirror_sd.config import RunDir
 from mirror_sd.errors import SetupError
+from mirror_sd.run_dir import RunDir
 from mirror_sd.supervisor import (
     background,
     run_directory,
@@ -125,7 +125,7 @@ def test_processes_that_a_killed_supervisor_left_are_ended(run: RunDir) -> None:
 def test_pid_of_a_live_supervisor_is_found(run: RunDir) -> None:
     code = (
         "import pathlib, time\n"
-        "from mirror_sd.config import RunDir\n"
+        "from mirror_sd.run_dir import RunDir\n"
         "from mirror_sd.supervisor.run_directory import Claim\n"
         f"Claim(RunDir(pathlib.Path({str(run.path)!r}))).acquire()\n"
         "print('claimed', flush=True); time.sleep(60)"

@@ -17,9 +17,10 @@ from pathlib import Path
 import pytest
 
 from mirror_sd.api.tokenizer import Tokenizer
-from mirror_sd.config import Config, RunDir, ServerConfig, load
+from mirror_sd.config import Config, ServerConfig, load
 from mirror_sd.errors import ModelError, SetupError
 from mirror_sd.keys import KeyFile
+from mirror_sd.run_dir import RunDir
 from mirror_sd.supervisor import (
     edge,
     foreground,

@@ -17,8 +17,8 @@ import pytest
 
 from mirror_sd import logs
 from mirror_sd.child import Child, ChildSpec
-from mirror_sd.config import RunDir
 from mirror_sd.errors import ConfigError
+from mirror_sd.run_dir import RunDir
 from mirror_sd.supervisor import (
     live_gauges,
     process_table,

@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from mirror_sd.config import Config, RunDir
+from mirror_sd.config import Config
+from mirror_sd.run_dir import RunDir
 from ops.edge_client import EdgeClient
 from ops.probe import Probe
 from ops.readers.gpus import Gpus

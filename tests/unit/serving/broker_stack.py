@@ -15,9 +15,10 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from mirror_sd.config import Config, RunDir
+from mirror_sd.config import Config
 from mirror_sd.errors import MirrorError, NoWorker
 from mirror_sd.messages import Chunk, Finished, SamplingParams, Stats, Submit
+from mirror_sd.run_dir import RunDir
 from mirror_sd.serving.broker_client import BrokerClient
 from mirror_sd.serving.call import Event
 from tests.unit.serving.scripted_worker import token_at

@@ -15,8 +15,9 @@ import pytest
 import zmq
 
 from mirror_sd import messages
-from mirror_sd.config import Config, RunDir
+from mirror_sd.config import Config
 from mirror_sd.errors import ContextLengthExceeded, DeadlineExceeded, NoWorker, QueueFull
+from mirror_sd.run_dir import RunDir
 from tests.unit.serving.broker_stack import (
     ROOT,
     BrokerStack,

@@ -12,9 +12,10 @@ import pytest
 from pydantic import ValidationError
 
 from mirror_sd.backends.protocol import Capabilities
-from mirror_sd.config import Config, EmulationConfig, RunDir
+from mirror_sd.config import Config, EmulationConfig
 from mirror_sd.errors import ContextLengthExceeded, InvalidRequest
 from mirror_sd.messages import Chunk, Finished, SamplingParams, Submit
+from mirror_sd.run_dir import RunDir
 from mirror_sd.uir import stand_in_tokenizer
 from workers import emulated, engines, profile
 from workers.emulated import ANSWER_TOKENS, EmulatedEngine
