@@ -135,7 +135,22 @@ class EngineConfig(_Section):
 
 class SpeculationConfig(_Section):
     enabled: bool = Field(True, description="draft at all; a request can still turn it off")
-    drafter: Literal["lookup"] = Field("lookup", description="where drafts come from")
+    drafter: Literal["auto", "lookup", "history", "head"] = Field(
+        "lookup", description="where drafts come from; auto chooses what pays, step by step"
+    )
+    draft: str = Field(
+        "auto",
+        description="file of the draft head; auto is the one shipped for the model, none for none",
+    )
+    length: Literal["window", "bandit"] = Field(
+        "window", description="rule of the draft length: window over rounds, or learned online"
+    )
+    history_tokens: int = Field(
+        200_000, ge=0, le=10_000_000, description="tokens of past requests kept for each tenant"
+    )
+    history_tenants: int = Field(
+        64, ge=1, le=10_000, description="tenants whose history is kept, the latest ones"
+    )
     min_tokens: int = Field(1, ge=0, le=32, description="shortest draft length")
     max_tokens: int = Field(8, ge=1, le=32, description="longest draft length")
     initial_tokens: int = Field(4, ge=0, le=32, description="draft length of a new sequence")

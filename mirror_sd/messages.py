@@ -39,7 +39,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     `seed` is always set: the gateway draws one where the client gave none. `top_k` 0 and `top_p`
     1.0 are off. `logprobs` None is off, k >= 0 asks for the token's own and the k best.
-    Logprobs are those of the raw logits, before bias, penalties and temperature.
+    Logprobs are those of the raw logits, before bias, penalties and temperature. `draft_source` is
+    auto or the name of a drafter; `draft_tokens` 0 leaves the draft length to the server, else it
+    is the most tokens of one draft. Neither changes any token.
     """
 
     max_tokens: int
@@ -54,6 +56,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logprobs: int | None = None
     prompt_logprobs: bool = False
     speculation: bool = True
+    draft_source: str = "auto"
+    draft_tokens: int = 0
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):

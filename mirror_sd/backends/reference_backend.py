@@ -10,11 +10,12 @@ from numpy.typing import NDArray
 
 from mirror_sd.backends import batch_check
 from mirror_sd.backends.protocol import Capabilities, Float32, Int32, RaggedBatch
+from mirror_sd.backends.untapped import Untapped
 from mirror_sd.uir.program import Program
 from mirror_sd.uir.rope import inverse_frequencies
 
 
-class ReferenceBackend:
+class ReferenceBackend(Untapped):
     """Sequences never meet, but numpy's products may round a row differently in longer chunks."""
 
     def __init__(self, program: Program) -> None:

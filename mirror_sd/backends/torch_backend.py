@@ -13,12 +13,13 @@ from mirror_sd.backends.torch_cache import empty_cache, geometry_of
 from mirror_sd.backends.torch_decoder import TorchDecoder
 from mirror_sd.backends.torch_linear import can_pack
 from mirror_sd.backends.torch_plan import Geometry, make_plan
+from mirror_sd.backends.untapped import Untapped
 from mirror_sd.uir.program import Program
 
 log = logging.getLogger(__name__)
 
 
-class TorchBackend:
+class TorchBackend(Untapped):
     """Raises `ValueError` on a bad batch and leaves the cache as it was."""
 
     def __init__(self, program: Program, device: str, precision: str) -> None:

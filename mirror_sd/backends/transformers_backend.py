@@ -15,6 +15,7 @@ import torch
 
 from mirror_sd.backends import batch_check
 from mirror_sd.backends.protocol import Capabilities, Float32, Int32, RaggedBatch
+from mirror_sd.backends.untapped import Untapped
 from mirror_sd.errors import ModelError
 from mirror_sd.model_store import ModelFiles
 
@@ -25,7 +26,7 @@ CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_sequence
 TOKEN_BYTES = 4
 
 
-class TransformersBackend:
+class TransformersBackend(Untapped):
     """Raises `ModelError` if transformers cannot load the model."""
 
     def __init__(

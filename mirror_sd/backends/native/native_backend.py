@@ -12,6 +12,7 @@ import numpy as np
 from mirror_sd import _native
 from mirror_sd.backends.native import lowering, packed_file
 from mirror_sd.backends.protocol import Capabilities, Float32, RaggedBatch
+from mirror_sd.backends.untapped import Untapped
 from mirror_sd.errors import ConfigError, UnsupportedModel
 from mirror_sd.uir.program import Program
 from mirror_sd.uir.rope import inverse_frequencies
@@ -38,7 +39,7 @@ def chosen_isa(environ: Mapping[str, str] = os.environ) -> str:
     return wanted
 
 
-class NativeBackend:
+class NativeBackend(Untapped):
     """Raises `ValueError` or `TypeError` on a bad batch and leaves the cache as it was. To be made
     in the process that uses it: a fork has none of its threads, and is told so by `RuntimeError`.
 
