@@ -70,7 +70,8 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 class SequenceUsage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Counts of one sequence, complete when it finishes; tokens delivered before a resume count
-    in `completion_tokens` only."""
+    in `completion_tokens` only. `draft_sources`: drafted and accepted tokens of each source of
+    drafts that was used, by its name."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -78,6 +79,7 @@ class SequenceUsage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     verify_rounds: int = 0
+    draft_sources: dict[str, tuple[int, int]] = {}
 
 
 class MergeProfile(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):

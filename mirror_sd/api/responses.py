@@ -2,8 +2,8 @@
 
 OpenAI's shapes, with these extensions: `seed` on every choice (in a stream on its first chunk), so
 that any answer can be asked for again; `usage.speculation` with `drafted_tokens`,
-`accepted_tokens` and `verify_rounds`, left out where a stop string ended a choice before its worker
-reported them.
+`accepted_tokens`, `verify_rounds` and the first two by `sources`, left out where a stop string
+ended a choice before its worker reported them.
 """
 
 from __future__ import annotations
@@ -220,8 +220,19 @@ def usage(choices: Sequence[ChoiceUsage]) -> Json:
             "drafted_tokens": sum(report.drafted_tokens for report in reports),
             "accepted_tokens": sum(report.accepted_tokens for report in reports),
             "verify_rounds": sum(report.verify_rounds for report in reports),
+            "sources": _by_source(reports),
         }
     return body
+
+
+def _by_source(reports: Sequence[SequenceUsage]) -> Json:
+    counts: dict[str, dict[str, int]] = {}
+    for report in reports:
+        for name, (drafted, accepted) in sorted(report.draft_sources.items()):
+            entry = counts.setdefault(name, {"drafted_tokens": 0, "accepted_tokens": 0})
+            entry["drafted_tokens"] += drafted
+            entry["accepted_tokens"] += accepted
+    return counts
 
 
 def finite(logprob: float) -> float:

@@ -14,7 +14,8 @@ Fields of both (all but `model` optional; unknown fields are accepted and ignore
     logit_bias            {"token id": -100..100}
     stream, stream_options.include_usage
     service_tier          a wish, held to what the key allows
-    speculation           extension: "auto" or "off"
+    speculation           extension: "auto", "off", or {"source": one of DRAFT_SOURCES,
+                          "max_tokens": 1..32}, both optional
     user                  string, not used
     response_format       only {"type": "text"}
     tools, functions, suffix   refused unless empty
@@ -39,11 +40,23 @@ MAX_CHOICES = 128
 MAX_STOPS = 4
 MAX_STOP_CHARACTERS = 1024
 MAX_BIASED_TOKENS = 1024
+MAX_DRAFT_TOKENS = 32
+DRAFT_SOURCES = ("auto", "lookup", "history", "head")
 ROLES = ("system", "developer", "user", "assistant", "tool")
 Prompt = str | tuple[int, ...]
 
 _MAX_INTEGER = 2**31 - 1
 _NO_TOOLS = "this server does not call tools yet"
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """Where the drafts of a request come from; it changes no token. `max_tokens` is the most of one
+    draft, 0 leaves the length to the server."""
+
+    is_on: bool = True
+    source: str = "auto"
+    max_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +75,7 @@ class Decoding:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     stop: tuple[str, ...] = ()
     logprobs: int | None = None
-    speculation: bool = True
+    speculation: Speculation = Speculation()
     stream: bool = False
     include_usage: bool = False
     service_tier: str | None = None
@@ -199,17 +212,21 @@ def _chat_logprobs(fields: Fields) -> int | None:
     return (top or 0) if wanted else None
 
 
-def _read_speculation(fields: Fields) -> bool:
+def _read_speculation(fields: Fields) -> Speculation:
     value = fields.get("speculation")
-    if value is None:
-        return True
-    if isinstance(value, dict):
-        raise InvalidRequest(
-            'speculation: the object form is reserved; use "auto" or "off"', param="speculation"
-        )
-    if value not in ("auto", "off"):
-        refuse("speculation", value, '"auto" or "off"')
-    return bool(value == "auto")
+    if value is None or value == "auto":
+        return Speculation()
+    if value == "off":
+        return Speculation(is_on=False)
+    options = fields.object("speculation") if isinstance(value, dict) else None
+    if options is None:
+        refuse("speculation", value, '"auto", "off" or an object of source and max_tokens')
+    source = options.get("source")
+    if source is not None and source not in DRAFT_SOURCES:
+        allowed = ", ".join(f'"{name}"' for name in DRAFT_SOURCES)
+        refuse(options.param("source"), source, f"one of {allowed}")
+    limit = options.integer("max_tokens", 1, MAX_DRAFT_TOKENS)
+    return Speculation(source=source or "auto", max_tokens=limit or 0)
 
 
 def _read_include_usage(fields: Fields, stream: bool) -> bool:

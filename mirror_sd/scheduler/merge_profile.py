@@ -63,12 +63,20 @@ def texts_of(messages: Sequence[tuple[str, str]]) -> tuple[str, str]:
 
 
 def _settings(params: SamplingParams, is_seed_chosen: bool) -> SamplingParams | None:
-    """The parameters that the answer depends on; None where chance is one of them."""
+    """The parameters that the answer depends on, which drafts are not among; None where chance is
+    one of them."""
     if params.temperature != 0.0 and not is_seed_chosen:
         return None
     seed = 0 if params.temperature == 0.0 else params.seed
     in_order = dict(sorted(params.logit_bias.items()))
-    return msgspec.structs.replace(params, seed=seed, logit_bias=in_order)
+    return msgspec.structs.replace(
+        params,
+        seed=seed,
+        logit_bias=in_order,
+        speculation=True,
+        draft_source="auto",
+        draft_tokens=0,
+    )
 
 
 def _digest(kind: str, *parts: object) -> bytes:

@@ -290,5 +290,7 @@ class Intake:
             logit_bias=dict(decoding.logit_bias),
             stop_token_ids=self._tokenizer.facts.eos_token_ids,
             logprobs=decoding.logprobs,
-            speculation=decoding.speculation,
+            speculation=decoding.speculation.is_on,
+            draft_source=decoding.speculation.source,
+            draft_tokens=decoding.speculation.max_tokens,
         )

@@ -71,7 +71,13 @@ def test_completion_logprobs_are_parallel_lists() -> None:
 
 
 def test_usage_counts_a_prompt_once_and_adds_completions_up() -> None:
-    report = SequenceUsage(cached_tokens=16, drafted_tokens=8, accepted_tokens=5, verify_rounds=3)
+    report = SequenceUsage(
+        cached_tokens=16,
+        drafted_tokens=8,
+        accepted_tokens=5,
+        verify_rounds=3,
+        draft_sources={"lookup": (5, 2), "head": (3, 3)},
+    )
     choices = [
         ChoiceUsage(0, 20, 5, report),
         ChoiceUsage(0, 20, 7, report),
@@ -83,7 +89,15 @@ def test_usage_counts_a_prompt_once_and_adds_completions_up() -> None:
         "total_tokens": 63,
         "prompt_tokens_details": {"cached_tokens": 16},
         "completion_tokens_details": {"reasoning_tokens": 0},
-        "speculation": {"drafted_tokens": 16, "accepted_tokens": 10, "verify_rounds": 6},
+        "speculation": {
+            "drafted_tokens": 16,
+            "accepted_tokens": 10,
+            "verify_rounds": 6,
+            "sources": {
+                "head": {"drafted_tokens": 6, "accepted_tokens": 6},
+                "lookup": {"drafted_tokens": 10, "accepted_tokens": 4},
+            },
+        },
     }
     assert "speculation" not in usage(choices[2:])
 

@@ -1,10 +1,20 @@
 from __future__ import annotations
 
+import typing
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
-from mirror_sd.api.schema import ChatMessage, read_chat, read_completion
+from mirror_sd.api.schema import (
+    DRAFT_SOURCES,
+    MAX_DRAFT_TOKENS,
+    ChatMessage,
+    Speculation,
+    read_chat,
+    read_completion,
+)
+from mirror_sd.config import SpeculationConfig
 from mirror_sd.errors import InvalidRequest, RequestError
 
 VOCAB = 1000
@@ -95,7 +105,13 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     (chat(stream=True, stream_options={"include_usage": 1}), "stream_options.include_usage"),
     (chat(speculation="on"), "speculation"),
     (chat(speculation=True), "speculation"),
-    (chat(speculation={"source": "lookup"}), "speculation"),
+    (chat(speculation=["lookup"]), "speculation"),
+    (chat(speculation={"source": "hint"}), "speculation.source"),
+    (chat(speculation={"source": ["head"]}), "speculation.source"),
+    (chat(speculation={"max_tokens": 0}), "speculation.max_tokens"),
+    (chat(speculation={"max_tokens": 33}), "speculation.max_tokens"),
+    (chat(speculation={"max_tokens": True}), "speculation.max_tokens"),
+    (chat(speculation={"source": "head", "max_tokens": "8"}), "speculation.max_tokens"),
     (chat(user=5), "user"),
     (chat(service_tier=5), "service_tier"),
     (chat(response_format={"type": "json_object"}), "response_format.type"),
@@ -149,11 +165,38 @@ def test_an_error_tells_the_value_and_what_is_allowed() -> None:
     assert refusal.value.message == "temperature: expected a number from 0 to 2, got 2.5"
 
 
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("on", 'expected "auto", "off" or an object of source and max_tokens, got "on"'),
+        (
+            {"source": "tree"},
+            'expected one of "auto", "lookup", "history", "head", got "tree"',
+        ),
+        ({"max_tokens": 64}, "expected an integer from 1 to 32, got 64"),
+    ],
+)
+def test_a_wrong_speculation_tells_what_is_allowed(value: Any, message: str) -> None:
+    with pytest.raises(InvalidRequest) as refusal:
+        read_chat(chat(speculation=value), VOCAB)
+    assert refusal.value.message == f"{refusal.value.param}: {message}"
+
+
+def test_a_request_may_choose_among_what_the_configuration_may() -> None:
+    fields = SpeculationConfig.model_fields
+    assert set(DRAFT_SOURCES) == set(typing.get_args(fields["drafter"].annotation))
+    longest = SpeculationConfig(max_tokens=MAX_DRAFT_TOKENS).max_tokens
+    assert longest == MAX_DRAFT_TOKENS
+    with pytest.raises(ValidationError):
+        SpeculationConfig(max_tokens=MAX_DRAFT_TOKENS + 1)
+
+
 def test_defaults_are_openais() -> None:
     decoding = read_chat(chat(), VOCAB).decoding
     assert (decoding.n, decoding.temperature, decoding.top_p, decoding.top_k) == (1, 1.0, 1.0, 0)
     assert decoding.max_tokens is decoding.seed is decoding.logprobs is None
-    assert decoding.stop == () and decoding.speculation and not decoding.stream
+    assert decoding.stop == () and not decoding.stream
+    assert decoding.speculation == Speculation(is_on=True, source="auto", max_tokens=0)
 
 
 @pytest.mark.parametrize(
@@ -175,8 +218,13 @@ def test_defaults_are_openais() -> None:
         ({"logprobs": True}, "logprobs", 0),
         ({"logprobs": True, "top_logprobs": 20}, "logprobs", 20),
         ({"logprobs": False}, "logprobs", None),
-        ({"speculation": "off"}, "speculation", False),
-        ({"speculation": "auto"}, "speculation", True),
+        ({"speculation": None}, "speculation", Speculation()),
+        ({"speculation": "auto"}, "speculation", Speculation()),
+        ({"speculation": "off"}, "speculation", Speculation(is_on=False)),
+        ({"speculation": {}}, "speculation", Speculation()),
+        ({"speculation": {"source": None, "max_tokens": None}}, "speculation", Speculation()),
+        ({"speculation": {"source": "head"}}, "speculation", Speculation(source="head")),
+        ({"speculation": {"max_tokens": 32, "x": 1}}, "speculation", Speculation(max_tokens=32)),
         ({"stream": True, "stream_options": {"include_usage": True}}, "include_usage", True),
         ({"stream": True, "stream_options": None}, "include_usage", False),
         ({"service_tier": "priority"}, "service_tier", "priority"),

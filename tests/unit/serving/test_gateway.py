@@ -373,6 +373,26 @@ def test_speculation_and_logit_bias_reach_the_worker() -> None:
     assert (params.speculation, params.logit_bias, params.logprobs) == (False, {7: -100.0}, 3)
 
 
+def test_source_and_length_of_drafts_reach_the_worker_and_part_no_identical_requests() -> None:
+    broker = ScriptedBroker(ids_of("a"))
+    wishes = ("auto", "off", {"source": "history", "max_tokens": 5}, {"source": "head"})
+    for wish in wishes:
+        ask(broker, CHAT, chat(temperature=0, speculation=wish))
+    asked = [
+        (params.speculation, params.draft_source, params.draft_tokens)
+        for params in (submit.params for submit in broker.submits)
+    ]
+    assert asked == [
+        (True, "auto", 0),
+        (False, "auto", 0),
+        (True, "history", 5),
+        (True, "head", 0),
+    ]
+    profiles = [submit.merge for submit in broker.submits]
+    assert profiles[0] is not None and profiles[0].exact and profiles[0].partition
+    assert profiles == profiles[:1] * 4, "no draft changes a token, so they are one request"
+
+
 # Refusals.
 
 
