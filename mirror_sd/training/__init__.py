@@ -1,0 +1,1 @@
+"""Distillation of drafts from a target's own answers."""
