@@ -110,8 +110,11 @@ class Decoder:
         block_tables: tuple[Int32, ...],
         logit_rows: Int32,
         logits: Float32,
+        taps: Sequence[int] = (),
+        features: Float32 | None = None,
     ) -> None:
-        """Fills the first rows of `logits` [at least R, vocab]."""
+        """Fills the first rows of `logits` [at least R, vocab], and of `features` [at least T,
+        taps * hidden_size] if there are taps."""
 
     @property
     def isa(self) -> str: ...

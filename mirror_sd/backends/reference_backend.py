@@ -5,17 +5,18 @@ Written to be read beside the papers, not to be fast: no packing, no padding, no
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
-from mirror_sd.backends import batch_check
+from mirror_sd.backends import batch_check, tapped
 from mirror_sd.backends.protocol import Capabilities, Float32, Int32, RaggedBatch
-from mirror_sd.backends.untapped import Untapped
 from mirror_sd.uir.program import Program
 from mirror_sd.uir.rope import inverse_frequencies
 
 
-class ReferenceBackend(Untapped):
+class ReferenceBackend:
     """Sequences never meet, but numpy's products may round a row differently in longer chunks."""
 
     def __init__(self, program: Program) -> None:
@@ -24,6 +25,8 @@ class ReferenceBackend(Untapped):
         self._frequencies, self._rope_scale = inverse_frequencies(program.spec)
         self._num_blocks = self._block_size = 0
         self._keys = self._values = np.zeros(0, np.float32)
+        self._taps: tuple[int, ...] = ()
+        self._features = np.empty((0, 0), np.float32)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -35,6 +38,8 @@ class ReferenceBackend(Untapped):
             max_context=self._spec.max_context,
             bit_stable=False,
             detail="plain numpy, for tests",
+            num_layers=self._spec.num_layers,
+            hidden_size=self._spec.hidden_size,
         )
 
     def kv_bytes_per_block(self, block_size: int) -> int:
@@ -57,25 +62,38 @@ class ReferenceBackend(Untapped):
             block_size=self._block_size,
         )
         hidden = np.empty((len(batch.token_ids), self._spec.hidden_size), np.float32)
+        self._features = np.empty((len(hidden), len(self._taps) * hidden.shape[1]), np.float32)
         for index, table in enumerate(batch.block_tables):
             begin, end = batch.sequence_offsets[index], batch.sequence_offsets[index + 1]
-            hidden[begin:end] = self._sequence(
-                batch.token_ids[begin:end], batch.positions[begin:end], table
-            )
+            states = self._sequence(batch.token_ids[begin:end], batch.positions[begin:end], table)
+            hidden[begin:end] = states[-1]
+            if self._taps:
+                kept = [states[layer] for layer in self._taps]
+                self._features[begin:end] = np.concatenate(kept, axis=1)
         wanted = self._norm(hidden[batch.logit_rows], self._weights["final_norm"])
         head = "embedding" if self._spec.tied_embeddings else "head"
         return np.asarray(wanted @ self._weights[head].T, np.float32)
 
-    def _sequence(self, token_ids: Int32, positions: Int32, table: Int32) -> Float32:
-        """Hidden states [tokens, hidden] after the last layer."""
+    def tap(self, layers: Sequence[int]) -> None:
+        self._taps = tapped.checked(layers, self._spec.num_layers)
+        self._features = np.empty((0, len(self._taps) * self._spec.hidden_size), np.float32)
+
+    @property
+    def features(self) -> Float32:
+        return self._features
+
+    def _sequence(self, token_ids: Int32, positions: Int32, table: Int32) -> list[Float32]:
+        """Hidden states [tokens, hidden] before the first layer and after each."""
         places = np.arange(positions[-1] + 1)
         slots = table[places // self._block_size].astype(np.int64) * self._block_size
         slots += places % self._block_size
         x: Float32 = self._weights["embedding"][token_ids]
+        states = [x]
         for layer in range(self._spec.num_layers):
             x = x + self._attention(layer, x, positions, slots)
             x = x + self._mlp(layer, x)
-        return x
+            states.append(x)
+        return states
 
     def _attention(
         self, layer: int, x: Float32, positions: Int32, slots: NDArray[np.int64]

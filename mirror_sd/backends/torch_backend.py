@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from mirror_sd.backends import batch_check, torch_selftest
+from mirror_sd.backends import batch_check, tapped, torch_selftest
 from mirror_sd.backends.protocol import Capabilities, Float32, RaggedBatch
 from mirror_sd.backends.torch_cache import empty_cache, geometry_of
 from mirror_sd.backends.torch_decoder import TorchDecoder
 from mirror_sd.backends.torch_linear import can_pack
 from mirror_sd.backends.torch_plan import Geometry, make_plan
-from mirror_sd.backends.untapped import Untapped
 from mirror_sd.uir.program import Program
 
 log = logging.getLogger(__name__)
 
 
-class TorchBackend(Untapped):
+class TorchBackend:
     """Raises `ValueError` on a bad batch and leaves the cache as it was."""
 
     def __init__(self, program: Program, device: str, precision: str) -> None:
@@ -29,6 +30,8 @@ class TorchBackend(Untapped):
         self._cache: Tensor | None = None
         self._geometry: Geometry | None = None
         self._num_blocks = self._block_size = 0
+        self._taps: tuple[int, ...] = ()
+        self._features = np.empty((0, 0), np.float32)
         spec = program.spec
         bit_stable = torch_selftest.is_bit_stable(self._decoder, self._device)
         if not bit_stable:
@@ -46,6 +49,8 @@ class TorchBackend(Untapped):
             max_context=spec.max_context,
             bit_stable=bit_stable,
             detail="oneDNN prepacked weights" if can_pack(self._device) else "plain products",
+            num_layers=spec.num_layers,
+            hidden_size=spec.hidden_size,
         )
 
     @property
@@ -73,7 +78,22 @@ class TorchBackend(Untapped):
             block_size=self._block_size,
         )
         assert self._cache is not None and self._geometry is not None
+        kept = dict.fromkeys(self._taps, torch.empty(0))
         with torch.inference_mode():
-            logits = self._decoder.forward(make_plan(batch, self._geometry), self._cache)
+            logits = self._decoder.forward(
+                make_plan(batch, self._geometry), self._cache, tapped=kept
+            )
+            if kept:
+                features = torch.cat([x[: len(batch.token_ids)] for x in kept.values()], dim=1)
+                self._features = features.cpu().numpy()
             result: Float32 = logits[: len(batch.logit_rows)].cpu().numpy()
             return result
+
+    def tap(self, layers: Sequence[int]) -> None:
+        self._taps = tapped.checked(layers, self._capabilities.num_layers)
+        width = len(self._taps) * self._capabilities.hidden_size
+        self._features = np.empty((0, width), np.float32)
+
+    @property
+    def features(self) -> Float32:
+        return self._features

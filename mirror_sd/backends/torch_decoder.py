@@ -52,19 +52,30 @@ class TorchDecoder:
         self._head = pack(weights.matrix(head, self._head_dtype))
         self._cosines, self._sines = _rotary_tables(self.spec, device)
 
-    def forward(self, plan: Plan, cache: Tensor, layers: int | None = None) -> Tensor:
+    def forward(
+        self,
+        plan: Plan,
+        cache: Tensor,
+        layers: int | None = None,
+        tapped: dict[int, Tensor] | None = None,
+    ) -> Tensor:
         """Logits [len(plan.logit_rows), vocab] in fp32; writes the tokens' keys and values.
 
-        cache: [layers, slots, 2 * kv_heads, head_dim].
+        cache: [layers, slots, 2 * kv_heads, head_dim]. tapped: its keys are numbers of layers,
+        after which the residual stream [plan.padded, hidden] is put there.
         """
         cosines = self._cosines.index_select(0, plan.positions)[:, None]
         sines = self._sines.index_select(0, plan.positions)[:, None]
         x = self._embedding.index_select(0, plan.token_ids).float()
-        for layer, layer_cache in zip(self._layers[:layers], cache, strict=False):
+        for number, (layer, layer_cache) in enumerate(
+            zip(self._layers[:layers], cache, strict=False), start=1
+        ):
             h = self._norm(x, layer.attention_norm).to(self.dtype)
             x = x + self._attend(layer, h, plan, layer_cache, cosines, sines)
             h = self._norm(x, layer.mlp_norm).to(self.dtype)
             x = x + layer.down(layer.up.times(h, layer.gate.silu(h)))
+            if tapped is not None and number in tapped:
+                tapped[number] = x
         wanted = self._norm(x.index_select(0, plan.logit_rows), self._final_norm)
         return self._head(wanted.to(self._head_dtype)).float()
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from mirror_sd import _native
+from mirror_sd.backends import tapped
 from mirror_sd.backends.native import lowering, packed_file
 from mirror_sd.backends.protocol import Capabilities, Float32, RaggedBatch
-from mirror_sd.backends.untapped import Untapped
 from mirror_sd.errors import ConfigError, UnsupportedModel
 from mirror_sd.uir.program import Program
 from mirror_sd.uir.rope import inverse_frequencies
@@ -39,7 +39,7 @@ def chosen_isa(environ: Mapping[str, str] = os.environ) -> str:
     return wanted
 
 
-class NativeBackend(Untapped):
+class NativeBackend:
     """Raises `ValueError` or `TypeError` on a bad batch and leaves the cache as it was. To be made
     in the process that uses it: a fork has none of its threads, and is told so by `RuntimeError`.
 
@@ -54,6 +54,9 @@ class NativeBackend(Untapped):
         self._vocab = program.spec.vocab_size
         self._decoder = _make_decoder(program, threads, isa)
         self._logits = np.empty((0, self._vocab), np.float32)
+        self._taps: tuple[int, ...] = ()
+        self._features = np.empty((0, 0), np.float32)
+        self._tokens = 0  # of the last forward
         self.weight_bytes = _load_weights(self._decoder, program, threads, source)
         self._capabilities = Capabilities(
             name="native",
@@ -65,6 +68,8 @@ class NativeBackend(Untapped):
             bit_stable=True,
             isa=isa,
             detail=f"{threads} threads, {program.plan.describe()}",
+            num_layers=program.spec.num_layers,
+            hidden_size=program.spec.hidden_size,
         )
         log.info("native engine: %s, %s", isa, self._capabilities.detail)
 
@@ -82,6 +87,9 @@ class NativeBackend(Untapped):
         rows = len(batch.logit_rows)
         if rows > len(self._logits):
             self._logits = np.empty((rows, self._vocab), np.float32)
+        tokens = len(batch.token_ids) if self._taps else 0
+        if tokens > len(self._features):
+            self._features = np.empty((tokens, self._features.shape[1]), np.float32)
         self._decoder.forward(
             batch.token_ids,
             batch.positions,
@@ -89,8 +97,22 @@ class NativeBackend(Untapped):
             batch.block_tables,
             batch.logit_rows,
             self._logits,
+            self._taps,
+            self._features,
         )
+        self._tokens = tokens
         return self._logits[:rows]
+
+    def tap(self, layers: Sequence[int]) -> None:
+        taps = tapped.checked(layers, self._capabilities.num_layers)
+        if taps != self._taps:
+            width = len(taps) * self._capabilities.hidden_size
+            self._taps, self._features = taps, np.empty((0, width), np.float32)
+            self._tokens = 0
+
+    @property
+    def features(self) -> Float32:
+        return self._features[: self._tokens]
 
 
 def _make_decoder(program: Program, threads: int, isa: str) -> _native.Decoder:

@@ -137,7 +137,7 @@ public:
     }
 
     void forward(Ints token_ids, Ints positions, Ints offsets, nb::tuple tables, Ints logit_rows,
-                 Rows logits) {
+                 Rows logits, const std::vector<int>& taps, Rows features) {
         const auto turn = take_turn();
         if (!sealed_) throw std::invalid_argument("the weights are not complete");
         mirror::Batch batch;
@@ -162,6 +162,7 @@ public:
         if (logits.shape(0) < logit_rows.shape(0) || logits.shape(1) != vocab) {
             throw std::invalid_argument("logits has the wrong shape");
         }
+        set_taps(batch, taps, features);
         for (nb::handle item : tables) {  // the tuple keeps them alive
             Ints table;
             if (!nb::try_cast(item, table, false)) {
@@ -206,6 +207,18 @@ private:
             throw std::invalid_argument(std::string(what) + " is too long");
         }
         return static_cast<int>(values.shape(0));
+    }
+
+    void set_taps(mirror::Batch& batch, const std::vector<int>& taps, const Rows& features) const {
+        if (taps.empty()) return;
+        const size_t width = static_cast<size_t>(decoder_.spec().hidden_size) * taps.size();
+        if (!features.is_valid() || features.shape(1) != width ||
+            features.shape(0) < static_cast<size_t>(batch.tokens)) {
+            throw std::invalid_argument("features has the wrong shape");
+        }
+        check_alignment(features, "features");
+        batch.taps = taps;
+        batch.features = features.data();
     }
 
     // Threads write the rows of a batch at the same time, so no two of its blocks that are written may
@@ -399,7 +412,8 @@ void bind_decoder(nb::module_& m) {
         .def("forward", &NativeDecoder::forward, nb::arg("token_ids").noconvert(),
              nb::arg("positions").noconvert(), nb::arg("sequence_offsets").noconvert(),
              nb::arg("block_tables"), nb::arg("logit_rows").noconvert(),
-             nb::arg("logits").noconvert())
+             nb::arg("logits").noconvert(), nb::arg("taps") = std::vector<int>(),
+             nb::arg("features").noconvert().none() = nb::none())
         .def_prop_ro("isa", &NativeDecoder::isa)
         .def_prop_ro("threads", &NativeDecoder::threads);
 }

@@ -195,6 +195,11 @@ uint8_t* Decoder::cache_of(int layer, int block) const {
 
 void Decoder::check(const Batch& batch) const {
     if (blocks_ == 0) fail("allocate_kv must come before the first forward");
+    for (size_t i = 0; i < batch.taps.size(); ++i) {
+        if (batch.taps[i] <= (i > 0 ? batch.taps[i - 1] : 0) || batch.taps[i] > spec_.layers) {
+            fail("tapped layers must ascend within 1.." + std::to_string(spec_.layers));
+        }
+    }
     const int sequences = static_cast<int>(batch.tables.size());
     check_range("token id", batch.token_ids, batch.tokens, spec_.vocab_size);
     check_range("position", batch.positions, batch.tokens, spec_.max_context);
@@ -332,6 +337,21 @@ void Decoder::forward(const Batch& batch, float* logits) {
     const int refinements = round_up(strips, kStripsPerRefinement) / kStripsPerRefinement;
     last[3].reset(batch.rows > 0 ? refinements : 0);
     team_.run([&](int thread) { run(thread, batch, logits); });
+    const int tap = tap_after(batch, spec_.layers);
+    for (int row = 0; tap >= 0 && row < batch.tokens; ++row) keep_features(batch, tap, row);
+}
+
+// Which tap the residual stream after so many layers is, or -1.
+int Decoder::tap_after(const Batch& batch, int layers) const {
+    const auto found = std::find(batch.taps.begin(), batch.taps.end(), layers);
+    return found == batch.taps.end() ? -1 : static_cast<int>(found - batch.taps.begin());
+}
+
+void Decoder::keep_features(const Batch& batch, int tap, int row) const {
+    const size_t hidden = static_cast<size_t>(spec_.hidden_size);
+    const float* x = memory_->x.data() + static_cast<size_t>(row) * hidden_;
+    const size_t at = static_cast<size_t>(row) * batch.taps.size() + static_cast<size_t>(tap);
+    std::copy_n(x, hidden, batch.features + at * hidden);
 }
 
 // What other threads have just written lies in their caches, a hundred nanoseconds away: ask for all
@@ -377,7 +397,6 @@ Ahead Decoder::first_strips(int thread, const Matrix& matrix, const Ranges& task
 }
 
 void Decoder::run(int thread, const Batch& batch, float* logits) {
-    Memory& m = *memory_;
     const auto last = phases_.begin() + spec_.layers * kPhasesPerLayer;
     for_rows(thread, batch.tokens, last[0], {}, [&](int row) { embed(batch, row); });
     for (int i = 0; i < spec_.layers; ++i) {
@@ -459,8 +478,10 @@ void Decoder::run_layer(int thread, const Batch& batch, int index, Phases phases
     const Layer& layer = layers_[static_cast<size_t>(index)];
     const int tokens = batch.tokens;
     const size_t hidden = static_cast<size_t>(hidden_);
+    const int tap = tap_after(batch, index);
     for_rows(thread, tokens, phases[0], first_strips(thread, layer.qkv, phases[1], 1), [&](int row) {
         fetch_slot(batch, index, row);
+        if (tap >= 0) keep_features(batch, tap, row);
         normalise_row(thread, layer.attention_norm, m.x.data() + row * hidden, row,
                       layer.qkv.format);
     });

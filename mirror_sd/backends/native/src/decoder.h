@@ -37,6 +37,10 @@ struct Batch {
     std::vector<int> table_lengths;
     const int32_t* logit_rows;
     int rows;
+    // Number of layers after which the residual stream is kept, ascending, and where: [tokens][taps *
+    // hidden_size].
+    std::vector<int> taps;
+    float* features = nullptr;
 };
 
 class Decoder {
@@ -83,6 +87,8 @@ private:
     Ahead first_strips(int thread, const Matrix& matrix, const Ranges& tasks,
                        int strips_per_task) const;
     void run_layer(int thread, const Batch& batch, int index, Phases phases);
+    int tap_after(const Batch& batch, int layers) const;
+    void keep_features(const Batch& batch, int tap, int row) const;
     void embed(const Batch& batch, int row);
     void rotate_and_cache(const Batch& batch, int layer, int row);
     void fetch_slot(const Batch& batch, int layer, int row) const;
