@@ -27,6 +27,7 @@ from mirror_sd.speculative.decode_loop import DecodeLoop, Output
 from mirror_sd.speculative.length_controller import WindowController
 from mirror_sd.speculative.sampler import open_chooser
 from mirror_sd.speculative.sequence import Sequence
+from mirror_sd.speculative.sequence_drafts import SequenceDrafts
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +62,7 @@ class Engine:
         backend.allocate_kv(blocks, size)
         self._pool = BlockPool(blocks)
         self._cache = PrefixCache(self._pool, size, engine.prefix_reuse)
-        self._drafter = drafters.create(speculation) if speculation.enabled else None
+        self._drafters = drafters.create(speculation) if speculation.enabled else None
         self._loop = DecodeLoop(
             backend,
             self._pool,
@@ -113,20 +114,26 @@ class Engine:
             )
             return
         tokens = [*submit.prompt, *submit.delivered]
-        drafts = self._drafter is not None and params.speculation
         scores_prompt = params.prompt_logprobs and not submit.delivered
         self._waiting.append(
             Sequence(
                 submit=submit,
                 chain=self._cache.chain(submit.tenant),
                 chooser=open_chooser(params, submit.delivered),
-                source=self._drafter.open(tokens) if drafts and self._drafter else None,
+                drafts=self._drafts_of(submit, tokens),
                 length=self._length_rule(submit.degrade_level),
                 max_context=self.max_context,
                 tokens=tokens,
                 arrival=next(self._arrivals),
                 prompt_logprobs=[None] if scores_prompt else None,
             )
+        )
+
+    def _drafts_of(self, submit: Submit, tokens: list[int]) -> SequenceDrafts | None:
+        if self._drafters is None or not submit.params.speculation:
+            return None
+        return SequenceDrafts(
+            self._drafters, tokens, tenant=submit.tenant, prompt_length=len(submit.prompt)
         )
 
     def _length_rule(self, degrade_level: int) -> WindowController:

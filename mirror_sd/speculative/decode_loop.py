@@ -20,10 +20,12 @@ from mirror_sd.memory.prefix_cache import PrefixCache
 from mirror_sd.messages import Chunk, Failed, Finished
 from mirror_sd.speculative.sampler import token_logprob
 from mirror_sd.speculative.sequence import Sequence
+from mirror_sd.speculative.sequence_drafts import SequenceDrafts
 from mirror_sd.speculative.verifier import Verdict, verify
 
 Output = Chunk | Finished | Failed
 logger = logging.getLogger(__name__)
+_TRUSTED_AFTER = 4
 
 
 @dataclass(slots=True)
@@ -54,6 +56,14 @@ class StepReport:
     preempted: int = 0
     accepted_lengths: list[int] = field(default_factory=list)
     drafted: int = 0
+
+
+def _proposed(drafts: SequenceDrafts, limit: int) -> list[int]:
+    """The first draft there is: a hint that has not agreed for some tokens goes last."""
+    sources = drafts.sources()
+    if sources and sources[0].name == "hint" and sources[0].strength() < _TRUSTED_AFTER:
+        sources = [*sources[1:], sources[0]]
+    return next((draft for source in sources if (draft := source.propose(limit))), [])
 
 
 class DecodeLoop:
@@ -148,11 +158,11 @@ class DecodeLoop:
         return Slice(sequence, start, tokens + draft, draft, rows + len(draft))
 
     def _draft(self, sequence: Sequence) -> list[int]:
-        if sequence.source is None:
+        if sequence.drafts is None:
             return []
         begin = self._clock()
         limit = min(sequence.length.length, sequence.room - 1)
-        draft = sequence.source.propose(limit) if limit > 0 else []
+        draft = _proposed(sequence.drafts, limit) if limit > 0 else []
         # A draft takes free blocks but displaces nobody.
         wanted = -(-(len(sequence.tokens) + len(draft)) // self._block_size)
         while len(sequence.table) < wanted and self._pool.free > 0:
@@ -219,8 +229,6 @@ class DecodeLoop:
         self._account(sequence, piece.draft, verdict)
         index = sequence.completion_tokens
         sequence.tokens.extend(verdict.tokens)
-        if sequence.source is not None:
-            sequence.source.commit(verdict.tokens)
         computed = piece.start + len(piece.tokens) - len(piece.draft) + verdict.accepted
         self._extend_computed(sequence, min(computed, len(sequence.tokens)))
         return self._outputs(sequence, index, verdict)
@@ -265,6 +273,8 @@ class DecodeLoop:
             )
         if verdict.reason is not None:
             self.retire(sequence)
+            if sequence.drafts is not None:
+                sequence.drafts.close()
             outputs.append(
                 Finished(
                     request_id=sequence.request_id, reason=verdict.reason, usage=sequence.usage()

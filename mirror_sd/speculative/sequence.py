@@ -9,10 +9,9 @@ import numpy as np
 from mirror_sd.backends.protocol import Int32
 from mirror_sd.memory.prefix_cache import PrefixChain
 from mirror_sd.messages import SequenceUsage, Submit, TokenLogprob
-from mirror_sd.speculative.drafters import DraftSource
-from mirror_sd.speculative.drafters.hint import HintSource
 from mirror_sd.speculative.length_controller import WindowController
 from mirror_sd.speculative.sampling import TokenChooser
+from mirror_sd.speculative.sequence_drafts import SequenceDrafts
 
 
 @dataclass(slots=True, eq=False)
@@ -23,7 +22,7 @@ class Sequence:
     submit: Submit
     chain: PrefixChain
     chooser: TokenChooser
-    source: DraftSource | None
+    drafts: SequenceDrafts | None
     length: WindowController
     max_context: int
     tokens: list[int]
@@ -66,13 +65,8 @@ class Sequence:
 
     def hint(self, index: int, tokens: tuple[int, ...]) -> None:
         """Draft from another answer as well: see `HintSource.extend`."""
-        if self.source is None:
-            return
-        if not isinstance(self.source, HintSource):
-            completion = self.tokens[len(self.submit.prompt) :]
-            self.source = HintSource(completion, self.max_context, self.source)
+        if self.drafts is not None and self.drafts.hint(index, tokens, self.max_context):
             self.length.trust()
-        self.source.extend(index, tokens)
 
     def table_array(self) -> Int32:
         """`table` as the back end takes it, made anew only where it has grown or is another list.

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from mirror_sd.config import SpeculationConfig
+
+STRENGTHS = 8
 
 
 class DraftSource(Protocol):
     """The drafts of one sequence."""
 
+    @property
+    def name(self) -> str:
+        """Of the kind: lookup, history, hint or head."""
+        ...
+
     def propose(self, limit: int) -> list[int]:
         """At most `limit` tokens that may follow what was committed; none if it has no idea."""
+        ...
+
+    def strength(self) -> int:
+        """0 .. STRENGTHS - 1: how much speaks for the proposal made last, as the length of the
+        n-gram that matched. How often each strength is right is learned, so any order will do."""
         ...
 
     def commit(self, tokens: Sequence[int]) -> None:
@@ -23,7 +35,15 @@ class DraftSource(Protocol):
 class Drafter(Protocol):
     """One per engine; makes the source of each sequence."""
 
-    def open(self, tokens: Sequence[int]) -> DraftSource: ...
+    def open(self, tokens: Sequence[int], *, tenant: str, prompt_length: int) -> DraftSource:
+        """For a sequence that has `tokens`, the first `prompt_length` of them its prompt. Called
+        when it is first asked for a draft, which may be never; `tokens` are not to be changed."""
+        ...
+
+    def close(self, source: DraftSource | None, tokens: Sequence[int], *, tenant: str) -> None:
+        """A sequence of that tenant ended with `tokens`, prompt included; `source` is None if it
+        was never opened. `commit` may not have told it the last of them."""
+        ...
 
 
 def _lookup(config: SpeculationConfig) -> Drafter:
@@ -35,6 +55,8 @@ def _lookup(config: SpeculationConfig) -> Drafter:
 _REGISTRY: dict[str, Callable[[SpeculationConfig], Drafter]] = {"lookup": _lookup}
 
 
-def create(config: SpeculationConfig) -> Drafter:
-    """The drafter that the configuration names."""
-    return _REGISTRY[config.drafter](config)
+def create(config: SpeculationConfig) -> Mapping[str, Drafter]:
+    """The drafters that the configuration names, by name; all of them for auto."""
+    return {
+        name: make(config) for name, make in _REGISTRY.items() if config.drafter in ("auto", name)
+    }

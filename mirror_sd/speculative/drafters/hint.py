@@ -1,9 +1,9 @@
 """Drafts from another answer that this one may resemble, to a similar request of the same tenant.
 
 The other answer is followed position by position. Where the two part, the tokens written last are
-looked for in it, and it is followed from there. Until the two have agreed for some tokens, the
-request's own source goes first: an order number that differs stands in the prompt, not in the other
-answer (docs/decisions/0010-draft-hints.md has the figures).
+looked for in it, and it is followed from there. Until the two have agreed for some tokens its
+strength is low, so that the request's own text goes first: an order number that differs stands in
+the prompt, not in the other answer (docs/decisions/0010-draft-hints.md has the figures).
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 
-from mirror_sd.speculative.drafters import DraftSource
+from mirror_sd.speculative.drafters import STRENGTHS
 
 # Of what was written last, as much as can be found again is what the two have in common.
 _LONGEST = 4
 _SHORTEST = 2
-# Tokens in a row after which the other answer is trusted more than the request's own source.
-_TRUSTED_AFTER = 4
 
 
 class HintSource:
     """`completion` is what was generated so far; tokens of the other answer come by `extend`, which
-    keeps at most `limit` of them. `own` is the source that the request had before."""
+    keeps at most `limit` of them. Its strength is the number of tokens in a row on which the two
+    answers have agreed."""
 
-    def __init__(self, completion: Sequence[int], limit: int, own: DraftSource) -> None:
-        self._own = own
+    name = "hint"
+
+    def __init__(self, completion: Sequence[int], limit: int) -> None:
         self._limit = limit
         self._recent = deque(completion[-_LONGEST:], maxlen=_LONGEST)
         # `_hint[i]` is token `_base + i` of the other answer; `_at` is the one that may come next.
@@ -58,20 +58,17 @@ class HintSource:
             self._align()
 
     def propose(self, limit: int) -> list[int]:
-        """What the other answer goes on with, or what the request's own source has."""
-        if self._agreed >= _TRUSTED_AFTER:
-            return self._follow(limit) or self._own.propose(limit)
-        return self._own.propose(limit) or self._follow(limit)
-
-    def _follow(self, limit: int) -> list[int]:
+        """What the other answer goes on with."""
         begin = self._at - self._base
         if not self._is_aligned or begin < 0 or limit <= 0:
             return []
         return self._hint[begin : begin + limit]
 
+    def strength(self) -> int:
+        return min(self._agreed, STRENGTHS - 1)
+
     def commit(self, tokens: Sequence[int]) -> None:
         """The target's next tokens."""
-        self._own.commit(tokens)
         for token in tokens:
             place = self._at - self._base
             is_known = 0 <= place < len(self._hint)

@@ -8,13 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from mirror_sd.speculative.drafters import STRENGTHS, DraftSource
+
 
 class LookupSource:
-    """An n-gram index of one growing sequence; O(n-gram sizes) per token and per proposal."""
+    """An n-gram index of one growing sequence; O(n-gram sizes) per token and per proposal. Its
+    strength is the length of the n-gram that matched."""
+
+    name = "lookup"
 
     def __init__(self, tokens: Sequence[int], sizes: range) -> None:
         self._tokens: list[int] = []
         self._sizes = sizes
+        self._matched = 0
         # n-gram -> index just past its latest occurrence that has a continuation.
         self._after: dict[tuple[int, ...], int] = {}
         self.commit(tokens)
@@ -28,6 +34,7 @@ class LookupSource:
             self._tokens.append(token)
 
     def propose(self, limit: int) -> list[int]:
+        self._matched = 0
         if limit <= 0:
             return []
         end = len(self._tokens)
@@ -36,8 +43,12 @@ class LookupSource:
                 continue
             start = self._after.get(tuple(self._tokens[end - size :]))
             if start is not None:
+                self._matched = size
                 return self._cycle(start, limit)
         return []
+
+    def strength(self) -> int:
+        return min(self._matched, STRENGTHS - 1)
 
     def _cycle(self, start: int, limit: int) -> list[int]:
         # A match that overlaps the end goes on with what it has just proposed: a loop repeats.
@@ -53,5 +64,8 @@ class LookupDrafter:
             raise ValueError(f"n-gram sizes {ngram_min}..{ngram_max} are out of order")
         self._sizes = range(ngram_min, ngram_max + 1)
 
-    def open(self, tokens: Sequence[int]) -> LookupSource:
+    def open(self, tokens: Sequence[int], *, tenant: str, prompt_length: int) -> LookupSource:
         return LookupSource(tokens, self._sizes)
+
+    def close(self, source: DraftSource | None, tokens: Sequence[int], *, tenant: str) -> None:
+        """Nothing of a sequence outlives it."""

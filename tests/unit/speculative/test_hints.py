@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from mirror_sd.messages import Chunk, Finished
 from mirror_sd.speculative.drafters.hint import HintSource
-from mirror_sd.speculative.drafters.lookup import LookupSource
 from mirror_sd.speculative.length_controller import WindowController
 from tests.unit.speculative.test_engine import make_engine, solo, submit
 
@@ -115,8 +114,8 @@ def test_drafts_are_half_as_long_from_the_first_step_of_degradation_on():
     assert [rounds(level).verify_rounds for level in (0, 1, 3)] == [15, 25, 25]
 
 
-def source(prompt=(), hint=(), sizes=range(2, 5)):
-    made = HintSource([], 1000, LookupSource(prompt, sizes))
+def source(hint=()):
+    made = HintSource([], 1000)
     made.extend(0, hint)
     return made
 
@@ -133,19 +132,20 @@ def test_the_hint_is_found_again_after_the_answers_part():
 
 def test_the_nearest_of_equal_places_is_followed():
     hint = [1, 2, 3, 50, 1, 2, 3, 60, 1, 2, 3, 70]
-    made = source(hint=hint, sizes=range(9, 10))
+    made = source(hint=hint)
     made.commit([1, 2, 3, 50, 9, 2, 3])
     assert made.propose(1) == [60]
 
 
-def test_the_requests_own_text_goes_first_until_the_two_have_agreed_for_some_tokens():
-    prompt = [5, 6, 7, 8]  # the own order number: 7 8
-    hint = [5, 6, 1, 2, 30, 31, 32, 33, 34, 5, 6, 9]
-    made = source(prompt=prompt, hint=hint)
-    made.commit([5, 6])
-    assert made.propose(2) == [7, 8]
-    made.commit([7, 8, 30, 31, 32, 33, 34])
-    assert made.propose(3) == [5, 6, 9]
+def test_the_strength_of_a_hint_is_the_run_of_tokens_on_which_the_two_agree():
+    made = source(hint=[5, 6, 1, 2, 30, 31, 32, 33, 34, 5, 6, 9])
+    strengths = []
+    for token in (5, 6, 7, 30, 31, 32, 33):
+        made.commit([token])
+        strengths.append(made.strength())
+    assert strengths == [1, 2, 0, 0, 0, 1, 2], "the place is found again by two tokens"
+    made.commit([34, 5, 6, 9] * 3)
+    assert made.strength() < 8
 
 
 def test_a_gap_and_a_repetition_in_the_hint_do_no_harm():
@@ -160,7 +160,7 @@ def test_a_gap_and_a_repetition_in_the_hint_do_no_harm():
 
 
 def test_a_hint_keeps_no_more_than_its_limit():
-    made = HintSource([], 100, LookupSource([], range(2, 5)))
+    made = HintSource([], 100)
     for begin in range(0, 5000, 50):
         made.extend(begin, range(begin, begin + 50))
     assert made.propose(1000) == list(range(100))

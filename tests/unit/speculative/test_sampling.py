@@ -201,14 +201,21 @@ def test_the_window_rule_adds_two_above_and_subtracts_one_else_within_bounds():
 
 
 def test_lookup_proposes_what_followed_the_latest_longest_match():
-    source = LookupDrafter(ngram_min=2, ngram_max=3).open([1, 2, 3, 9, 8, 2, 3, 7, 1, 2, 3])
+    source = LookupDrafter(ngram_min=2, ngram_max=3).open(
+        [1, 2, 3, 9, 8, 2, 3, 7, 1, 2, 3], tenant="t", prompt_length=0
+    )
     assert source.propose(3) == [9, 8, 2]  # 1 2 3 beats the later 2 3
     assert source.propose(0) == []
     source.commit([7])
     assert source.propose(2) == [1, 2]
-    assert LookupDrafter(ngram_min=2, ngram_max=3).open([1, 2, 3]).propose(4) == []
+    assert (
+        LookupDrafter(ngram_min=2, ngram_max=3)
+        .open([1, 2, 3], tenant="t", prompt_length=0)
+        .propose(4)
+        == []
+    )
 
 
 def test_lookup_goes_round_a_loop():
-    source = LookupDrafter(ngram_min=2, ngram_max=4).open([5, 6, 5, 6])
+    source = LookupDrafter(ngram_min=2, ngram_max=4).open([5, 6, 5, 6], tenant="t", prompt_length=0)
     assert source.propose(5) == [5, 6, 5, 6, 5]
