@@ -160,6 +160,11 @@ DRAFT_HINTS = _counter(
     "Pieces of a similar answer that came to draft from.",
     ("class",),
 )
+DRAFT_HEAD = _latest(
+    "mirror_worker_draft_head",
+    "1 where a draft head drafts, 0 where one is set and cannot be used; absent where none is.",
+    ("class",),
+)
 KV_USED = _gauge("mirror_worker_kv_blocks_used", "KV blocks held by sequences.", ("class",))
 KV_FREE = _gauge(
     "mirror_worker_kv_blocks_free", "KV blocks free or holding only reusable prefixes.", ("class",)

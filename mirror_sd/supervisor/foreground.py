@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from types import FrameType
 
-from mirror_sd import logs, model_store
+from mirror_sd import draft_store, logs, model_store
 from mirror_sd.child import Waker
 from mirror_sd.config import Config, PoolConfig
 from mirror_sd.errors import ModelError
@@ -81,6 +81,7 @@ def lay_out_tokenizer(config: Config, run: RunDir) -> str:
             _log.warning("%s; all is emulated, so a small tokenizer stands in", error.message)
             return stand_in_tokenizer.export(config.model.path, run.tokenizer)
     tokenizer_files.export(files, run.tokenizer)
+    draft_store.check(config, files, run.tokenizer / tokenizer_files.TOKENIZER)
     return files.name
 
 

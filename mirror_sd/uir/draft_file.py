@@ -156,17 +156,28 @@ def write(path: Path, program: DraftProgram) -> None:
 
 def read(path: Path) -> DraftProgram:
     """Raises `ModelError` saying what is wrong with the file."""
+    metadata, tensors = _contents(path, has_tensors=True)
+    spec = _spec(path, metadata)
+    weights = {name: _weight(path, tensors, name, shape) for name, shape in spec.shapes().items()}
+    return DraftProgram(spec, _token_ids(path, tensors, spec), weights)
+
+
+def read_spec(path: Path) -> DraftSpec:
+    """The header alone. Raises `ModelError`."""
+    return _spec(path, _contents(path, has_tensors=False)[0])
+
+
+def _contents(
+    path: Path, *, has_tensors: bool
+) -> tuple[Mapping[str, str], Mapping[str, NDArray[Any]]]:
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(path, framework="numpy") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            names = file.keys() if has_tensors else ()
+            return file.metadata() or {}, {name: file.get_tensor(name) for name in names}
     except (OSError, SafetensorError) as error:
         raise ModelError(f"cannot read the draft {path}: {error}") from error
-    spec = _spec(path, metadata)
-    weights = {name: _weight(path, tensors, name, shape) for name, shape in spec.shapes().items()}
-    return DraftProgram(spec, _token_ids(path, tensors, spec), weights)
 
 
 def check_target(
