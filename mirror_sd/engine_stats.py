@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """`steps` and `tokens` (generated) count since the start, the rest is of now."""
+    """`steps`, `tokens` (generated) and the seconds spent on drafting, and in forwards, count since
+    the start; the rest is of now."""
 
     running: int
     waiting: int
@@ -15,3 +16,5 @@ class EngineStats:
     kv_blocks_free: int
     steps: int
     tokens: int = 0
+    draft_s: float = 0.0
+    verify_s: float = 0.0

@@ -12,7 +12,7 @@ from mirror_sd import engine as engines
 from mirror_sd import model_store
 from mirror_sd.api.tokenizer import Tokenizer
 from mirror_sd.bench import (
-    decode,
+    decode_command,
     edge,
     exactness,
     machine,
@@ -45,6 +45,7 @@ from mirror_sd.errors import SetupError
 from mirror_sd.offline import load_tokenizer
 
 app = typer.Typer(no_args_is_help=True, help="Measure speed and exactness on this machine.")
+app.command("decode")(decode_command.command)
 app.command("peers")(peers_command.peers)
 app.command("plot")(plot.command)
 app.command("memory")(memory.command)
@@ -62,50 +63,6 @@ def _prepare(
     files = model_store.resolve(config.model.path)
     engine = engines.build(config, next(iter(config.pools)))
     return engine, load_tokenizer(config), chats, files
-
-
-@app.command("decode")
-def decode_command(
-    dataset: Dataset = None,
-    limit: Limit = None,
-    max_tokens: MaxTokens = 128,
-    concurrency: Annotated[
-        int, typer.Option(min=1, help="Prompts at once; a next one starts when one ends.")
-    ] = 1,
-    drafters: Annotated[str, typer.Option(help="Comma list of off, lookup.")] = "off,lookup",
-    precision: Annotated[
-        str, typer.Option(help="Comma list of precisions; default: the configured one.")
-    ] = "",
-    rounds: Rounds = 2,
-    threads: Threads = None,
-    overrides: Overrides = None,
-    as_json: AsJson = False,
-) -> None:
-    """Greedy decoding speed of the engine without HTTP.
-
-    A run's `tok_s` counts the tokens of all streams from the moment at which each of the first
-    `--concurrency` prompts has its first token, while at least one answer is being written. So
-    with one stream reading prompts is left out; with several, prompts that are read while others
-    decode are in. `ms_per_token` is a stream's own pace. A stop token counts as a token.
-    """
-    wanted = one_of(drafters, decode.DRAFTERS, "--drafters")
-    config = configuration.load(overrides=overrides or ())
-    chats, tokenizer = prompts.load(dataset, limit), load_tokenizer(config)
-    pool, settings = next(iter(config.pools.items()))
-    task = decode.Task(
-        prompts=encode(tokenizer, chats),
-        stop=tokenizer.facts.eos_token_ids,
-        pool=pool,
-        overrides=overrides or (),
-        precisions=[word for word in precision.split(",") if word] or [settings.precision],
-        drafters=wanted,
-        max_tokens=max_tokens,
-        concurrency=concurrency,
-        rounds=rounds,
-        threads=thread_count(threads or settings.threads),
-    )
-    facts = {"threads": task.threads, "prompts": len(chats), "concurrency": concurrency}
-    show({"machine": machine.describe(), **facts, "runs": decode.measure(task)}, as_json)
 
 
 @app.command("forward")

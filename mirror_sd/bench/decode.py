@@ -1,31 +1,33 @@
-"""Decoding speed of our engine without HTTP, plain and speculative, in a process of its own."""
+"""Decoding of our engine without HTTP: prompts in, tokens with their times out."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from mirror_sd.bench.peer_process import PeerProcess, engine_command
+import msgspec
+
 from mirror_sd.bench.token_times import Answer, Rates, rates
 from mirror_sd.engine import Engine
 from mirror_sd.messages import Chunk, Failed, Finished, SamplingParams, SequenceUsage, Submit
 
 Prompt = tuple[int, ...]
-DRAFTERS = ("off", "lookup")
 
 
 @dataclass(slots=True)
 class Run:
-    """Per prompt, in order: its tokens (a stop token left out), its times, its usage."""
+    """Per prompt, in order: its tokens (a stop token left out), its times. Their usages, as they
+    ended. Forwards, and seconds spent on drafting and in forwards."""
 
     streams: int
-    tokens: list[list[int]]
-    starts: list[float]
-    times: list[list[float]]
+    tokens: list[list[int]] = field(default_factory=list)
+    starts: list[float] = field(default_factory=list)
+    times: list[list[float]] = field(default_factory=list)
     usages: list[SequenceUsage] = field(default_factory=list)
+    steps: int = 0
+    draft_s: float = 0.0
+    forward_s: float = 0.0
 
     @property
     def answers(self) -> list[Answer]:
@@ -45,24 +47,60 @@ class Run:
         rounds = sum(usage.verify_rounds for usage in self.usages)
         return round(sum(map(len, self.times)) / rounds, 3) if rounds else None
 
+    def acceptance(self) -> float | None:
+        """Share of the drafted tokens that were right; None where none was drafted."""
+        drafted = sum(usage.drafted_tokens for usage in self.usages)
+        accepted = sum(usage.accepted_tokens for usage in self.usages)
+        return round(accepted / drafted, 3) if drafted else None
+
+    def sources(self) -> dict[str, tuple[int, int]]:
+        """Tokens that each source drafted, and of them accepted."""
+        found: dict[str, tuple[int, int]] = {}
+        for usage in self.usages:
+            for name, (drafted, accepted) in usage.draft_sources.items():
+                before = found.get(name, (0, 0))
+                found[name] = (before[0] + drafted, before[1] + accepted)
+        return found
+
+
+def joined(runs: Iterable[Run]) -> Run:
+    """Runs that were made one after the other, of one stream each, as one."""
+    whole = Run(1)
+    for run in runs:
+        for name in ("tokens", "starts", "times", "usages"):
+            getattr(whole, name).extend(getattr(run, name))
+        whole.steps += run.steps
+        whole.draft_s += run.draft_s
+        whole.forward_s += run.forward_s
+    return whole
+
+
+def greedy(max_tokens: int, stop: tuple[int, ...], *, speculation: bool) -> SamplingParams:
+    """Params of a greedy answer."""
+    return SamplingParams(
+        max_tokens=max_tokens, seed=0, temperature=0.0, stop_token_ids=stop, speculation=speculation
+    )
+
 
 def run_engine(
     engine: Engine,
     prompts: Sequence[Prompt],
+    params: SamplingParams,
     *,
-    max_tokens: int,
-    speculation: bool,
-    stop: tuple[int, ...],
     concurrency: int = 1,
     tag: str = "bench",
+    tenant: str = "default",
+    hint: tuple[int, ...] = (),
     clock: Callable[[], float] = time.perf_counter,
 ) -> Run:
-    """Greedy answers to `prompts`, `concurrency` at a time; a next one starts when one ends."""
-    params = SamplingParams(
-        max_tokens=max_tokens, seed=0, temperature=0.0, stop_token_ids=stop, speculation=speculation
-    )
+    """Answers to `prompts`, `concurrency` at a time; a next one starts when one ends.
+
+    Prompt i is answered with seed `params.seed` + i. `hint` is an answer that all of theirs may
+    resemble.
+    """
     run = Run(concurrency, [[] for _ in prompts], [], [[] for _ in prompts])
     live = 0
+    before = engine.stats()
     while len(run.usages) < len(prompts):
         while live < concurrency and len(run.starts) < len(prompts):
             index = len(run.starts)
@@ -72,14 +110,21 @@ def run_engine(
                     request_id=f"{tag}-{index}",
                     model=engine.model_name,
                     prompt=prompts[index],
-                    params=params,
+                    params=msgspec.structs.replace(params, seed=params.seed + index),
+                    tenant=tenant,
                 )
             )
+            if hint:
+                engine.hint(f"{tag}-{index}", 0, hint)
             live += 1
         outputs = engine.step()
         now = clock()
         for output in outputs:
             live -= _note(run, output, now)
+    after = engine.stats()
+    run.steps = after.steps - before.steps
+    run.draft_s = after.draft_s - before.draft_s
+    run.forward_s = after.verify_s - before.verify_s
     return run
 
 
@@ -96,73 +141,3 @@ def _note(run: Run, output: Chunk | Finished | Failed, now: float) -> bool:
         run.times[index].append(now)
     run.usages.append(output.usage)
     return True
-
-
-@dataclass(frozen=True, slots=True)
-class Task:
-    """What `bench decode` measures: each drafter in each precision, in turn, `rounds` times."""
-
-    prompts: Sequence[Prompt]
-    stop: tuple[int, ...]
-    pool: str
-    overrides: Sequence[str]
-    precisions: Sequence[str]
-    drafters: Sequence[str]
-    max_tokens: int
-    concurrency: int
-    rounds: int
-    threads: int
-
-
-def measure(task: Task) -> list[dict[str, Any]]:
-    """A row for each run, in the order they were made.
-
-    Each precision has a process of its own, so that `peak_rss_mb`, the most since its start, is its
-    own. `identical_to_plain`: the tokens are those of the first run of that precision without
-    drafts; None where there is none.
-    """
-    rows = []
-    with ExitStack() as stack:
-        engines = [
-            stack.enter_context(PeerProcess(engine_command(), task.threads))
-            for _ in task.precisions
-        ]
-        for process, precision in zip(engines, task.precisions, strict=True):
-            _load(process, task, precision)
-        for _ in range(task.rounds):
-            for drafter in task.drafters:
-                rows += [
-                    {"drafter": drafter, **_decode(process, task, drafter)} for process in engines
-                ]
-    plain: dict[str, list[list[int]]] = {}
-    for row in rows:
-        if row["drafter"] == "off":
-            plain.setdefault(row["precision"], row["answers"])
-    for row in rows:
-        tokens, base = row.pop("answers"), plain.get(row["precision"])
-        row["identical_to_plain"] = None if base is None else tokens == base
-    return rows
-
-
-def _load(process: PeerProcess, task: Task, precision: str) -> None:
-    process.call(
-        "load",
-        overrides=[f"pools.{task.pool}.precision={precision}", *task.overrides],
-        threads=task.threads,
-        streams=task.concurrency,
-        stop=task.stop,
-    )
-    for drafter in task.drafters:
-        is_on = drafter != "off"
-        process.call("decode", prompts=task.prompts[:1], max_tokens=8, speculation=is_on)
-
-
-def _decode(process: PeerProcess, task: Task, drafter: str) -> dict[str, Any]:
-    row: dict[str, Any] = process.call(
-        "decode",
-        timeout_s=3600.0,
-        prompts=task.prompts,
-        max_tokens=task.max_tokens,
-        speculation=drafter != "off",
-    )
-    return row

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mirror_sd.bench.decode import Prompt, run_engine
+from mirror_sd.bench.decode import Prompt, greedy, run_engine
 from mirror_sd.engine import Engine
 from mirror_sd.messages import Chunk, SamplingParams, Submit
 
@@ -17,8 +17,8 @@ def compare(
     A flip is the first differing token of an answer; its margin is the plain run's log-probability
     gap between the two best tokens there.
     """
-    options: dict[str, Any] = {"max_tokens": max_tokens, "stop": stop}
-    plain = run_engine(engine, prompts, speculation=False, tag="plain", **options).tokens
+    params = greedy(max_tokens, stop, speculation=False)
+    plain = run_engine(engine, prompts, params, tag="plain").tokens
     report: dict[str, Any] = {"prompts": len(prompts), "tokens": sum(map(len, plain)), "flips": []}
     for name, concurrency, speculation in (
         ("speculative", 1, True),
@@ -28,10 +28,9 @@ def compare(
         found = run_engine(
             engine,
             prompts,
-            speculation=speculation,
+            greedy(max_tokens, stop, speculation=speculation),
             concurrency=concurrency,
             tag=f"{name}",
-            **options,
         ).tokens
         for index, (ours, theirs) in enumerate(zip(plain, found, strict=True)):
             if ours != theirs:

@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 from mirror_sd.api.tokenizer import Tokenizer
-from mirror_sd.bench.decode import run_engine
+from mirror_sd.bench.decode import greedy, run_engine
 from mirror_sd.bench.options import authorization
 from mirror_sd.bench.prompts import Messages
 from mirror_sd.engine import Engine
@@ -34,9 +34,7 @@ def first_token_overhead(
                 run = run_engine(
                     engine,
                     [prompt],
-                    max_tokens=1,
-                    speculation=True,
-                    stop=tokenizer.facts.eos_token_ids,
+                    greedy(1, tokenizer.facts.eos_token_ids, speculation=True),
                     tag=f"http{index}",
                 )
                 target.append(1e3 * run.first_s[0])

@@ -197,18 +197,27 @@ def _may_join(base: Request, variant: Request, mode: str) -> bool:
     return is_same and kind in allowed
 
 
+def hint_sources(requests: Sequence[Request], config: Config) -> list[str | None]:
+    """Of each the request before it whose finished answer it would draft from, by its id."""
+    merger = _merger(config, ())
+    found = []
+    for request in requests:
+        source = merger.match(request.submit).source
+        found.append(None if source is None else source.name)
+        merger.finish(_begin(merger, request))
+    return found
+
+
 def _hints_among_all(
     requests: Sequence[Request], config: Config
 ) -> list[tuple[Request, Request | None]]:
     """Each line and the one whose finished answer it would draft from."""
-    merger = _merger(config, ())
     by_name = {request.submit.request_id: request for request in requests}
-    found = []
-    for request in requests:
-        source = merger.match(request.submit).source
-        found.append((request, None if source is None else by_name[source.name]))
-        merger.finish(_begin(merger, request))
-    return found
+    names = hint_sources(requests, config)
+    return [
+        (request, None if name is None else by_name[name])
+        for request, name in zip(requests, names, strict=True)
+    ]
 
 
 def _merger(config: Config, sharing: Sequence[str] | set[str] | tuple[()]) -> MinHashMerger:

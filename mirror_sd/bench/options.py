@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,7 +14,8 @@ from mirror_sd.api.tokenizer import Tokenizer
 from mirror_sd.bench.prompts import Messages
 
 Dataset = Annotated[
-    Path | None, typer.Option(help="JSONL with `messages` in each line; default: built in.")
+    Path | None,
+    typer.Option(help="JSONL with `messages` in each line, or ShareGPT's JSON; default: built in."),
 ]
 Limit = Annotated[int | None, typer.Option(min=1, help="Use only the first N conversations.")]
 MaxTokens = Annotated[int, typer.Option(min=1, help="Most new tokens of an answer.")]
@@ -24,6 +26,7 @@ Rounds = Annotated[int, typer.Option(min=1, help="Turns; more than one is A B A 
 Threads = Annotated[
     int | None, typer.Option(min=1, help="Threads of each engine; default: the cores available.")
 ]
+PlotFile = Annotated[Path | None, typer.Option("--plot", help="Also draw a picture, a PNG.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
@@ -79,3 +82,13 @@ def show(report: dict[str, Any], as_json: bool) -> None:
                 typer.echo(f"  {name}: {item}")
         else:
             typer.echo(f"{key}: {value}")
+
+
+def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str:
+    """The columns of the rows, aligned, for a person; `-` for None."""
+    cells = [list(columns)]
+    for row in rows:
+        cells.append(["-" if row.get(name) is None else str(row[name]) for name in columns])
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ("  ".join(map(str.rjust, line, widths)).rstrip() for line in cells)
+    return "\n".join(lines)

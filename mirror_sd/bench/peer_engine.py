@@ -6,12 +6,16 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
+
 from mirror_sd import config as configuration
 from mirror_sd import engine as engines
-from mirror_sd.bench.decode import Run, run_engine
+from mirror_sd.bench.decode import Run, joined, run_engine
 from mirror_sd.bench.peer_drivers.session import Timeline, peak_rss_mb, serve
 from mirror_sd.engine import Engine
 from mirror_sd.errors import InternalError
+from mirror_sd.messages import SamplingParams
+from mirror_sd.speculative.drafters import create as create_drafters
 
 # The same prompts come again each turn: their KV must not be found again. A `--set` comes later.
 _FIRST = ("engine.prefix_reuse=false",)
@@ -24,13 +28,15 @@ class EngineSession:
         self._loaded: Engine | None = None
         self._streams = 1
         self._stop: tuple[int, ...] = ()
-        self._speculation = False
+        self._drafter = "off"
 
     def handlers(self) -> dict[str, Callable[..., Any]]:
         return {
             "load": self.load,
+            "missing": self.missing,
             "generate": self.generate,
             "decode": self.decode,
+            "decode_clusters": self.decode_clusters,
             "peak_rss_mb": peak_rss_mb,
         }
 
@@ -40,36 +46,86 @@ class EngineSession:
         threads: int,
         streams: int,
         stop: Sequence[int],
-        speculation: bool = False,
-    ) -> None:
-        """Build the engine; it must be able to run `streams` sequences at once."""
+        drafter: str = "off",
+    ) -> str:
+        """Build the engine, which must be able to run `streams` sequences at once; its precision.
+        `drafter` is that of `generate`."""
         config = configuration.load(overrides=[*_FIRST, *overrides])
         pool = next(iter(config.pools))
         if config.scheduler.max_batch_size.of(pool) < streams:
             size = f"scheduler.max_batch_size.{pool.upper()}={streams}"
             config = configuration.load(overrides=[*_FIRST, *overrides, size])
+        self._config = config
         self._loaded = engines.build(config, pool, threads)
-        self._streams, self._stop, self._speculation = streams, tuple(stop), speculation
+        self._streams, self._stop, self._drafter = streams, tuple(stop), drafter
+        return self._loaded.capabilities.precision
+
+    def missing(self, drafters: Sequence[str]) -> dict[str, str]:
+        """Which of these sources of drafts the engine does not have, and why."""
+        there = {"auto", *create_drafters(self._config.speculation)}
+        reason = "this engine has no such source of drafts"
+        return {drafter: reason for drafter in drafters if drafter not in there}
 
     def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[Timeline]:
         """The contract of `peer_drivers.session.Driver`."""
-        run = self._run(prompts, max_tokens, self._speculation)
+        run = self._run(prompts, self._params(max_tokens, self._drafter))
         return list(zip(run.starts, run.times, strict=True))
 
     def decode(
-        self, prompts: Sequence[Sequence[int]], max_tokens: int, speculation: bool
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_tokens: int,
+        drafter: str = "off",
+        temperature: float = 0.0,
     ) -> dict[str, Any]:
-        """A row of `bench decode`; `answers` are the tokens of each prompt."""
-        run = self._run(prompts, max_tokens, speculation)
-        rates = run.rates().row()
+        """A row of `bench decode`; `answers` are the tokens of each prompt.
+
+        What a run leaves in the history of requests is not seen by another run.
+        """
+        run = self._run(prompts, self._params(max_tokens, drafter, temperature))
+        return self._row(run) | {"answers": run.tokens}
+
+    def decode_clusters(
+        self,
+        prompts: Sequence[Sequence[int]],
+        kinds: Sequence[str | None],
+        tenants: Sequence[str],
+        hints: Sequence[int | None],
+        max_tokens: int,
+        drafter: str = "off",
+        temperature: float = 0.0,
+    ) -> dict[str, Any]:
+        """As `decode`, one prompt after the other. Those of a kind count, those of none only come
+        before them; `kinds` of the row has the figures of each. `hints`: the prompt whose answer is
+        handed to the engine as one that this one's may resemble."""
+        params = self._params(max_tokens, drafter, temperature)
+        tag = str(time.monotonic_ns())
+        runs: list[Run] = []
+        for index, prompt in enumerate(prompts):
+            source = hints[index]
+            run = run_engine(
+                self._engine,
+                [tuple(prompt)],
+                msgspec.structs.replace(params, seed=index),
+                tag=f"{tag}.{index}",
+                tenant=f"{tag}-{tenants[index]}",
+                hint=() if source is None else tuple(runs[source].tokens[0]),
+            )
+            runs.append(run)
+        by_kind: dict[str, list[Run]] = {}
+        for kind, run in zip(kinds, runs, strict=True):
+            if kind is not None:
+                by_kind.setdefault(kind, []).append(run)
+        counted = [run for kind, run in zip(kinds, runs, strict=True) if kind is not None]
+        shown = {kind: _figures(joined(found)) for kind, found in by_kind.items()}
+        answers = [run.tokens[0] for run in runs]
+        return self._row(joined(counted)) | {"kinds": shown, "answers": answers}
+
+    def _row(self, run: Run) -> dict[str, Any]:
         return {
             "precision": self._engine.capabilities.precision,
-            "tok_s": rates["tok_s"],
-            "ms_per_token": rates["ms_per_token"],
-            "accepted_per_verify": run.accepted_per_verify(),
-            "ttft_ms": rates["ttft_ms"],
+            **_figures(run),
             "peak_rss_mb": peak_rss_mb(),
-            "answers": run.tokens,
         }
 
     @property
@@ -78,16 +134,41 @@ class EngineSession:
             raise InternalError("nothing is loaded")
         return self._loaded
 
-    def _run(self, prompts: Sequence[Sequence[int]], max_tokens: int, speculation: bool) -> Run:
+    def _params(self, max_tokens: int, drafter: str, temperature: float = 0.0) -> SamplingParams:
+        is_off = drafter == "off"
+        return SamplingParams(
+            max_tokens=max_tokens,
+            seed=0,
+            temperature=temperature,
+            stop_token_ids=self._stop,
+            speculation=not is_off,
+            draft_source="auto" if is_off else drafter,
+        )
+
+    def _run(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> Run:
+        tag = str(time.monotonic_ns())
         return run_engine(
             self._engine,
             [tuple(prompt) for prompt in prompts],
-            max_tokens=max_tokens,
-            speculation=speculation,
-            stop=self._stop,
+            params,
             concurrency=self._streams,
-            tag=str(time.monotonic_ns()),
+            tag=tag,
+            tenant=tag,
         )
+
+
+def _figures(run: Run) -> dict[str, Any]:
+    rates = run.rates().row()
+    return {
+        "tok_s": rates["tok_s"],
+        "ms_per_token": rates["ms_per_token"],
+        "ttft_ms": rates["ttft_ms"],
+        "accepted_per_verify": run.accepted_per_verify(),
+        "acceptance": run.acceptance(),
+        "sources": run.sources(),
+        "draft_ms": round(1e3 * run.draft_s / run.steps, 3),
+        "verify_ms": round(1e3 * run.forward_s / run.steps, 3),
+    }
 
 
 if __name__ == "__main__":

@@ -79,8 +79,12 @@ def ours(
             family=OURS,
             command=engine_command(),
             options={
-                "overrides": [f"pools.{pool}.precision={precision}", *overrides],
-                "speculation": drafter != "off",
+                "overrides": [
+                    f"pools.{pool}.precision={precision}",
+                    *(() if drafter == "off" else (f"speculation.drafter={drafter}",)),
+                    *overrides,
+                ],
+                "drafter": drafter,
             },
             drafts=drafter != "off",
         )

@@ -10,7 +10,7 @@ import typer
 
 from mirror_sd import config as configuration
 from mirror_sd import model_store
-from mirror_sd.bench import decode, peer_lineup, prompts
+from mirror_sd.bench import drafts, peer_lineup, prompts
 from mirror_sd.bench import peers as peers_bench
 from mirror_sd.bench.options import (
     AsJson,
@@ -34,7 +34,7 @@ def peers(
     ] = Path(sys.executable),
     only: Annotated[str, typer.Option("--peers", help="Comma list of peers; default: all.")] = "",
     precision: Annotated[str, typer.Option(help="Comma list of our precisions.")] = "int8,bf16",
-    drafters: Annotated[str, typer.Option(help="Comma list of off, lookup.")] = "off,lookup",
+    drafters: Annotated[str, typer.Option(help="Comma list, as in `bench decode`.")] = "off,lookup",
     concurrency: Annotated[
         int, typer.Option(min=0, help="Streams of the second measurement; 0 leaves it out.")
     ] = 16,
@@ -69,7 +69,7 @@ def peers(
     )
     own = peer_lineup.ours(
         one_of(precision, get_args(configuration.Precision), "--precision"),
-        one_of(drafters, decode.DRAFTERS, "--drafters"),
+        one_of(drafters, drafts.DRAFTERS, "--drafters"),
         pool,
         overrides or (),
     )

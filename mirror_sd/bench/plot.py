@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,7 +10,9 @@ from typing import Annotated, Any, TypedDict
 import msgspec
 import typer
 
-from mirror_sd.errors import ConfigError, SetupError
+from mirror_sd.bench import drawing
+from mirror_sd.bench.drawing import OTHER_COLOUR, OURS_COLOUR
+from mirror_sd.errors import ConfigError
 
 Report = Mapping[str, Any]
 
@@ -35,7 +36,6 @@ _KINDS: Mapping[str, Any] = {
     "machine": _Machine,
     "rows": list[_Row],
 }
-OURS_COLOUR, PEER_COLOUR = "#c8553d", "#8d99ae"
 LINE_COLOURS = {"int8": "#c8553d", "bf16": "#2a6f97", "fp32": "#588157"}
 NAMES = {
     "mirror-sd": "Mirror-SD",
@@ -51,7 +51,7 @@ def draw(peers: Report, forward: Report, out: Path) -> None:
     Raises `SetupError` where matplotlib is missing, `ConfigError` where a report lacks a part or
     the picture cannot be written.
     """
-    pyplot = _pyplot()
+    pyplot = drawing.pyplot()
     about_peers = "the report of bench peers"
     speeds = _part(peers, "speeds", about_peers)
     described = _part(peers, "machine", about_peers)
@@ -69,23 +69,7 @@ def draw(peers: Report, forward: Report, out: Path) -> None:
         f"{peers.get('model')}, greedy: {described['cpu']}, {peers.get('threads')} threads,"
         f" {described['at'][:10]}"
     )
-    try:
-        figure.savefig(out, dpi=150, format="png")
-    except OSError as error:
-        raise ConfigError(f"cannot write {out}: {error.strerror}") from error
-    finally:
-        pyplot.close(figure)
-
-
-def _pyplot() -> Any:
-    try:
-        matplotlib: Any = importlib.import_module("matplotlib")
-        matplotlib.use("Agg")
-        return importlib.import_module("matplotlib.pyplot")
-    except ImportError as error:
-        raise SetupError(
-            "drawing needs matplotlib, which is not installed: pip install 'mirror-sd[bench]'"
-        ) from error
+    drawing.save(pyplot, figure, out)
 
 
 def _panels(
@@ -118,13 +102,14 @@ def label(engine: str) -> str:
 
 def _bars(axis: Any, title: str, values: Mapping[str, float], own: Sequence[str]) -> None:
     ordered = sorted(values, key=lambda name: values[name])
-    colours = [OURS_COLOUR if name in own else PEER_COLOUR for name in ordered]
-    bars = axis.barh([label(name) for name in ordered], [values[n] for n in ordered], color=colours)
-    axis.bar_label(bars, fmt="%.0f", padding=3)
-    axis.margins(x=0.15)
+    drawing.bars(
+        axis,
+        [label(name) for name in ordered],
+        [values[name] for name in ordered],
+        colours=[OURS_COLOUR if name in own else OTHER_COLOUR for name in ordered],
+    )
     axis.set_title(title)
     axis.set_xlabel("tokens per second")
-    _tidy(axis)
 
 
 def _floor(axis: Any, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -151,11 +136,7 @@ def _floor(axis: Any, rows: Sequence[Mapping[str, Any]]) -> None:
     axis.legend(
         frameon=False, title="floor: weights and cache read once", alignment="left", ncols=2
     )
-    _tidy(axis)
-
-
-def _tidy(axis: Any) -> None:
-    axis.spines[["top", "right"]].set_visible(False)
+    drawing.tidy(axis)
 
 
 def read(path: Path) -> Report:

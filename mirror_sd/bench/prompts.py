@@ -1,9 +1,11 @@
-"""What the benchmarks ask, when no data set is given: short customer-service requests."""
+"""What the benchmarks ask: the conversations of a data set, or short customer-service requests."""
 
 from __future__ import annotations
 
 import codecs
 import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,41 +32,128 @@ DEFAULT: tuple[str, ...] = (
     "Extract the order number and the problem: 'Hi, order 48213, the kettle leaks, please help.'",
     "我的包裹显示已签收，但我没有收到，怎么办？",
 )
+_ANSWERS = "assistant"
+# Who speaks in ShareGPT files, as their exporters write it.
+_SPEAKERS = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": _ANSWERS,
+    "chatgpt": _ANSWERS,
+    "assistant": _ANSWERS,
+    "model": _ANSWERS,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """A conversation up to a turn of its user, and what the data set answers to it."""
+
+    messages: Messages
+    reference: str
 
 
 def load(dataset: Path | None, limit: int | None = None) -> list[Messages]:
-    """Conversations of a JSONL file whose lines hold `messages`, or the built-in prompts.
+    """The conversations as prompts: each without the answers that it ends with.
 
-    Raises `ConfigError` naming the line at fault.
+    Raises `ConfigError` as `conversations` does, and for a conversation that nobody asks in.
+    """
+    chats = []
+    for number, chat in enumerate(conversations(dataset, limit), start=1):
+        asked = len(chat)
+        while asked and chat[asked - 1]["role"] == _ANSWERS:
+            asked -= 1
+        if not asked:
+            raise ConfigError(f"{dataset}: conversation {number} has nothing but answers")
+        chats.append(chat[:asked])
+    return chats
+
+
+def conversations(dataset: Path | None, limit: int | None = None) -> list[Messages]:
+    """The first `limit` conversations, whole; without a data set the built-in prompts.
+
+    A data set is JSONL with `messages` in each line, or a JSON array; `conversations` of `from` and
+    `value`, as ShareGPT has them, may stand in for `messages` in both. Raises `ConfigError` naming
+    the line, or the place in the array, that is at fault.
     """
     if dataset is None:
-        chats: list[Messages] = [[{"role": "user", "content": text}] for text in DEFAULT]
-        return chats[:limit]
-    chats = []
+        return [[{"role": "user", "content": text}] for text in DEFAULT][:limit]
     try:
-        lines = dataset.read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n")
+        data = dataset.read_bytes().removeprefix(codecs.BOM_UTF8)
     except OSError as error:
         raise ConfigError(f"cannot read the data set {dataset}: {error.strerror}") from error
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
+    chats = []
+    for place, item in _items(dataset, data):
         try:
-            chats.append(_messages(line))
+            chats.append(_messages(_parsed(item) if isinstance(item, bytes) else item))
         except ValueError as error:
-            raise ConfigError(f"{dataset}:{number}: {error}") from error
+            raise ConfigError(f"{dataset}:{place}: {error}") from error
     if not chats:
         raise ConfigError(f"{dataset} has no conversation")
     return chats[:limit]
 
 
-def _messages(line: bytes) -> Messages:
-    """Raises `ValueError` saying what is wrong with a line."""
+def exchanges(chats: list[Messages]) -> list[Exchange]:
+    """Each answer of a data set with all that stands before it; none where nobody asked."""
+    return [
+        Exchange(chat[:place], message["content"])
+        for chat in chats
+        for place, message in enumerate(chat)
+        if message["role"] == _ANSWERS and message["content"].strip()
+        if place and chat[place - 1]["role"] == "user"
+    ]
+
+
+def _items(dataset: Path, data: bytes) -> Iterator[tuple[str, Any]]:
+    """Lines, or the elements of an array, with where they stand."""
+    if not data.lstrip().startswith(b"["):
+        for number, line in enumerate(data.split(b"\n"), start=1):
+            if line.strip():
+                yield str(number), line
+        return
     try:
-        messages = json.loads(line.decode())["messages"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        array = _parsed(data)
+    except ValueError as error:
+        raise ConfigError(f"{dataset} is not a JSON array: {error}") from error
+    for number, item in enumerate(array):
+        yield f"[{number}]", item
+
+
+def _parsed(text: bytes) -> Any:
+    try:
+        return json.loads(text.decode())
+    except (ValueError, RecursionError) as error:
         raise ValueError("not a JSON object with `messages`") from error
-    if not isinstance(messages, list) or not messages:
-        raise ValueError("`messages` is not a list of messages")
+
+
+def _messages(item: Any) -> Messages:
+    """Raises `ValueError` saying what is wrong with a conversation."""
+    if isinstance(item, Mapping) and "conversations" in item and "messages" not in item:
+        return _checked([_spoken(turn) for turn in _list(item, "conversations")])
+    if not isinstance(item, Mapping) or "messages" not in item:
+        raise ValueError("not a JSON object with `messages`")
+    return _checked(_list(item, "messages"))
+
+
+def _list(item: Mapping[str, Any], key: str) -> list[Any]:
+    found = item[key]
+    if not isinstance(found, list) or not found:
+        raise ValueError(f"`{key}` is not a list of messages")
+    return found
+
+
+def _spoken(turn: Any) -> Any:
+    """A message of a turn of ShareGPT."""
+    if not isinstance(turn, Mapping):
+        return turn
+    speaker = turn.get("from")
+    if speaker not in _SPEAKERS:
+        allowed = ", ".join(_SPEAKERS)
+        raise ValueError(f"a message is from {speaker!r}; it can be from {allowed}")
+    return {"role": _SPEAKERS[speaker], "content": turn.get("value")}
+
+
+def _checked(messages: list[Any]) -> Messages:
     for message in messages:
         if not isinstance(message, dict):
             raise ValueError("a message is not an object")

@@ -16,7 +16,7 @@ from mirror_sd import config as configuration
 from mirror_sd import engine as engines
 from mirror_sd.api.tokenizer import Tokenizer
 from mirror_sd.backends.protocol import Backend
-from mirror_sd.bench.decode import Prompt, run_engine
+from mirror_sd.bench.decode import Prompt, greedy, run_engine
 from mirror_sd.bench.options import encode
 from mirror_sd.bench.prompts import Messages
 from mirror_sd.bench.teacher_forcing import Passage, score
@@ -133,9 +133,7 @@ def _answers(
     return run_engine(
         engine,
         prompts,
-        max_tokens=max_tokens,
-        speculation=False,
-        stop=stop,
+        greedy(max_tokens, stop, speculation=False),
         concurrency=engine.slots,
         tag="quality",
     ).tokens

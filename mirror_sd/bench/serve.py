@@ -150,7 +150,7 @@ class ServeBench:
             timeout_s=3600.0,
             prompts=encode(self._tokenizer, list(chats)),
             max_tokens=max_tokens,
-            speculation=self._drafts,
+            drafter="auto" if self._drafts else "off",
         )
         return row
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from mirror_sd.bench import exactness, prompts
 from mirror_sd.bench.cli import app
-from mirror_sd.bench.decode import run_engine
+from mirror_sd.bench.decode import greedy, run_engine
 from mirror_sd.bench.http import _stream_first
 from mirror_sd.config import EngineConfig, SpeculationConfig
 from mirror_sd.engine import Engine
@@ -71,9 +71,7 @@ def test_every_token_is_counted_once_whatever_runs_beside_it(concurrency):
     run = run_engine(
         engine_on(HashTarget()),
         PROMPTS,
-        max_tokens=10,
-        speculation=True,
-        stop=(),
+        greedy(10, (), speculation=True),
         concurrency=concurrency,
     )
     assert [len(tokens) for tokens in run.tokens] == [10, 10, 10]

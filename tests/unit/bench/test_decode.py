@@ -4,20 +4,32 @@ from __future__ import annotations
 
 import json
 
+import msgspec
 import pytest
 from typer.testing import CliRunner
 
+from mirror_sd import config as configuration
+from mirror_sd.bench import draft_figures, near_duplicates
 from mirror_sd.bench.cli import app
-from mirror_sd.bench.decode import run_engine
+from mirror_sd.bench.decode import greedy, run_engine
+from mirror_sd.bench.options import table
+from mirror_sd.errors import ConfigError
+from mirror_sd.offline import load_tokenizer
 from tests.unit.bench.test_bench import engine_on
 from tests.unit.speculative.hash_target import HashTarget
 
 FIELDS = {
+    "round",
     "drafter",
     "precision",
     "tok_s",
     "ms_per_token",
     "accepted_per_verify",
+    "acceptance",
+    "sources",
+    "speedup",
+    "draft_ms",
+    "verify_ms",
     "ttft_ms",
     "identical_to_plain",
     "peak_rss_mb",
@@ -52,7 +64,8 @@ def test_drafts_change_no_token_and_figures_are_of_a_real_run(report):
         assert run["tok_s"] > 0 and run["ms_per_token"] > 0 and run["ttft_ms"] > 0
         assert run["peak_rss_mb"] > 100
         if run["drafter"] == "off":
-            assert run["accepted_per_verify"] == 1
+            assert run["accepted_per_verify"] == run["speedup"] == 1
+            assert run["acceptance"] is None
         else:
             assert run["accepted_per_verify"] >= 1
 
@@ -76,9 +89,8 @@ def test_a_prompt_starts_when_another_ends():
     run = run_engine(
         engine_on(Watched()),
         prompts,
-        max_tokens=9,
-        speculation=False,
-        stop=tuple(range(0, 64, 16)),  # so that answers differ in length
+        # So that answers differ in length.
+        greedy(9, tuple(range(0, 64, 16)), speculation=False),
         concurrency=3,
         clock=lambda: float(next(clock)),
     )
@@ -92,14 +104,193 @@ def test_a_prompt_starts_when_another_ends():
 
 
 def test_a_stop_token_costs_time_and_counts_but_is_not_in_the_answer():
-    plain = run_engine(
-        engine_on(HashTarget()), [(1, 2, 3)], max_tokens=9, speculation=False, stop=()
-    )
+    plain = run_engine(engine_on(HashTarget()), [(1, 2, 3)], greedy(9, (), speculation=False))
     stop = (plain.tokens[0][4],)
     cut = plain.tokens[0].index(stop[0])
-    run = run_engine(
-        engine_on(HashTarget()), [(1, 2, 3)], max_tokens=9, speculation=False, stop=stop
-    )
+    run = run_engine(engine_on(HashTarget()), [(1, 2, 3)], greedy(9, stop, speculation=False))
     assert run.tokens[0] == plain.tokens[0][:cut]
     assert len(run.times[0]) == cut + 1
     assert run.accepted_per_verify() == 1
+
+
+def test_each_prompt_has_a_seed_of_its_own():
+    params = msgspec.structs.replace(greedy(12, (), speculation=False), temperature=1.0)
+    run = run_engine(engine_on(HashTarget()), [(1, 2, 3)] * 3, params, concurrency=3)
+    assert len({tuple(tokens) for tokens in run.tokens}) == 3
+    again = run_engine(engine_on(HashTarget()), [(1, 2, 3)] * 3, params)
+    assert again.tokens == run.tokens
+
+
+def test_a_hint_is_drafted_from():
+    engine = engine_on(HashTarget())
+    params = greedy(20, (), speculation=True)
+    first = run_engine(engine, [(1, 2, 3)], params, tag="a")
+    second = run_engine(engine, [(1, 2, 3)], params, tag="b", hint=tuple(first.tokens[0]))
+    assert second.tokens == first.tokens
+    assert second.accepted_per_verify() > first.accepted_per_verify()
+
+
+CLUSTERS = [
+    ("base", "exact", "a"),
+    ("v1", "digit_change", "a"),
+    ("v2", "negation", "a"),
+    ("v3", "paraphrase_small", "b"),
+    ("v4", "whitespace_case", "a"),
+]
+
+
+@pytest.fixture
+def clusters(tmp_path):
+    path = tmp_path / "clusters.jsonl"
+    rows = [
+        {
+            "cluster": cluster,
+            "variant": variant,
+            "kind": kind,
+            "tenant": tenant,
+            "messages": [
+                {"role": "user", "content": f"Where is my order {50 + cluster}? It is {variant}."}
+            ],
+        }
+        for cluster in (2, 1)
+        for variant, kind, tenant in reversed(CLUSTERS)
+    ]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+def test_of_near_duplicates_the_base_comes_first_and_what_may_be_drafted_from_it(clusters):
+    config = configuration.load()
+    ids, found = near_duplicates.load(clusters, None, config, load_tokenizer(config), hinted=False)
+    assert found.kinds == [None, "whitespace_case", "digit_change"] * 2
+    assert set(found.tenants) == {"a"} and set(found.hints) == {None}
+    assert len(ids) == len(set(ids)) == 6
+    assert (
+        len(near_duplicates.load(clusters, 1, config, load_tokenizer(config), hinted=False)[0]) == 3
+    )
+
+
+def test_the_merger_says_which_answer_is_hinted(clusters):
+    config = configuration.load()
+    _, found = near_duplicates.load(clusters, 1, config, load_tokenizer(config), hinted=True)
+    assert found.hints[0] is None and found.hints[1] == 0 and found.hints[2] in (0, 1)
+
+
+def test_a_file_without_variants_to_measure_is_named(tmp_path):
+    path = tmp_path / "clusters.jsonl"
+    path.write_text(
+        '{"cluster": 1, "variant": "base", "kind": "exact", "tenant": "a", "messages": []}'
+    )
+    config = configuration.load()
+    with pytest.raises(ConfigError, match="no variant of kind"):
+        near_duplicates.load(path, None, config, load_tokenizer(config), hinted=False)
+
+
+def row(round_: int, drafter: str, tok_s: float, **more: object) -> dict[str, object]:
+    figures = dict.fromkeys(
+        ("ms_per_token", "accepted_per_verify", "acceptance", "draft_ms", "verify_ms")
+    )
+    common = {"precision": "int8", "tok_s": tok_s, "answers": [[1]]}
+    return {"round": round_, "drafter": drafter, **common, **figures, **more}
+
+
+def test_speed_ups_are_over_the_same_turn_and_means_over_all():
+    rows = [row(0, "off", 100.0), row(0, "auto", 150.0), row(1, "off", 200.0)]
+    rows.append(row(1, "auto", 400.0, answers=[[2]]))
+    draft_figures.compare(rows)
+    assert [r["speedup"] for r in rows] == [1.0, 1.5, 1.0, 2.0]
+    assert [r["identical_to_plain"] for r in rows] == [True, True, True, False]
+    off, auto = draft_figures.by_drafter(rows)
+    assert (off["tok_s"], auto["tok_s"], auto["speedup"]) == (150.0, 275.0, 1.75)
+    assert auto["speedup_range"] == [1.5, 2.0] and auto["identical_to_plain"] is False
+
+
+def test_without_a_plain_run_nothing_is_claimed():
+    rows = [row(0, "auto", 150.0)]
+    draft_figures.compare(rows)
+    assert rows[0]["speedup"] is None and rows[0]["identical_to_plain"] is None
+    [mean] = draft_figures.by_drafter(rows)
+    assert mean["speedup"] is None and mean["identical_to_plain"] is None
+
+
+@pytest.mark.parametrize(
+    ("auto", "best", "ratio"), [(190.0, ("head", 4), 0.95), (300.0, ("head", 4), 1.5)]
+)
+def test_a_sweep_tells_how_far_the_chooser_is_from_the_best(auto, best, ratio):
+    rows = [row(0, "off", 100.0), row(0, "auto", auto)]
+    cells = [
+        {**row(0, "", speed), "source": source, "length": length}
+        for source, length, speed in (("lookup", 4, 90.0), ("head", 1, 120.0), ("head", 4, 200.0))
+    ]
+    draft_figures.compare([*rows, *cells])
+    [found] = draft_figures.sweep(rows, cells)
+    assert (found["best"]["source"], found["best"]["length"]) == best
+    assert found["auto_over_best"] == ratio and found["by_round"] == [ratio]
+    assert [(cell["source"], cell["length"]) for cell in found["grid"]] == [
+        ("off", 0),
+        ("lookup", 4),
+        ("head", 1),
+        ("head", 4),
+    ]
+
+
+def test_no_draft_at_all_can_be_the_best():
+    rows = [row(0, "off", 100.0), row(0, "auto", 98.0)]
+    cells = [{**row(0, "", 90.0), "source": "lookup", "length": 4}]
+    draft_figures.compare([*rows, *cells])
+    [found] = draft_figures.sweep(rows, cells)
+    assert found["best"]["source"] == "off" and found["auto_over_best"] == 0.98
+
+
+def test_a_table_is_aligned_and_shows_what_is_missing():
+    assert table([{"a": 1.5, "b": None}, {"a": 12, "b": "x"}], ("a", "b")) == (
+        "  a  b\n1.5  -\n 12  x"
+    )
+
+
+@pytest.fixture(scope="module")
+def near_duplicate_report(default_model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("near")
+    lines = [
+        {"cluster": 1, "variant": variant, "kind": kind, "tenant": "a"}
+        | {"messages": [{"role": "user", "content": f"Say the number {number} in words."}]}
+        for variant, kind, number in (("base", "exact", 12), ("v1", "digit_change", 13))
+    ]
+    path = folder / "clusters.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    options = ["--near-duplicates", "--hints", "--temperature", "1", "--sweep", "--lengths", "2"]
+    options += ["--set", "speculation.draft=none"]
+    short = ["--max-tokens", "8", "--rounds", "1", "--drafters", "off,lookup,head,auto"]
+    picture = folder / "out.png"
+    result = CliRunner().invoke(
+        app,
+        ["decode", "--dataset", str(path), *options, *short, "--plot", str(picture), "--json"],
+        catch_exceptions=False,
+    )
+    return json.loads(result.stdout), picture
+
+
+def test_sampled_near_duplicates_are_the_same_with_any_drafts(near_duplicate_report):
+    report, _ = near_duplicate_report
+    assert [run["drafter"] for run in report["runs"]] == ["off", "lookup", "auto"]
+    for run in report["runs"]:
+        assert run["identical_to_plain"] is True and set(run["kinds"]) == {"digit_change"}
+    [sweep] = report["sweep"]
+    assert [(c["source"], c["length"]) for c in sweep["grid"]] == [("off", 0), ("lookup", 2)]
+    assert all(cell["identical_to_plain"] is True for cell in sweep["grid"])
+    assert sweep["auto_over_best"] > 0
+
+
+def test_a_source_that_is_not_there_is_reported_with_its_reason(near_duplicate_report):
+    [absent] = near_duplicate_report[0]["unavailable"]
+    assert (absent["precision"], absent["drafter"]) == ("int8", "head") and absent["reason"]
+
+
+def test_a_decode_report_becomes_a_picture(near_duplicate_report):
+    _, picture = near_duplicate_report
+    assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 10_000
+
+
+def test_near_duplicates_need_a_file_of_clusters():
+    result = CliRunner().invoke(app, ["decode", "--near-duplicates"])
+    assert result.exit_code == 2

@@ -7,7 +7,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from mirror_sd.bench import plot
+from mirror_sd.bench import drawing, plot
 from mirror_sd.bench.cli import app
 from mirror_sd.errors import ConfigError, SetupError
 
@@ -48,7 +48,7 @@ def test_two_reports_become_one_picture(tmp_path, reports):
 
 def test_bars_are_in_order_and_lines_are_of_the_shortest_context(monkeypatch, tmp_path):
     shown = []
-    pyplot = plot._pyplot()
+    pyplot = drawing.pyplot()
     monkeypatch.setattr(pyplot, "close", shown.append)
     plot.draw(PEERS, FORWARD, tmp_path / "out.png")
     one, several, lines = shown[0].axes

@@ -1,0 +1,154 @@
+"""`mirror-sd bench decode`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from mirror_sd import config as configuration
+from mirror_sd.bench import decode_plot, drafts, drawing, machine, near_duplicates, prompts
+from mirror_sd.bench.options import (
+    AsJson,
+    Dataset,
+    Limit,
+    MaxTokens,
+    Overrides,
+    PlotFile,
+    Rounds,
+    Threads,
+    encode,
+    numbers,
+    one_of,
+    show,
+    table,
+    thread_count,
+)
+from mirror_sd.offline import load_tokenizer
+
+_SWEPT = "1,2,4,8"
+_SHOWN = (
+    "precision",
+    "drafter",
+    "tok_s",
+    "speedup",
+    "accepted_per_verify",
+    "acceptance",
+    "draft_ms",
+    "verify_ms",
+    "identical_to_plain",
+)
+
+
+def command(
+    dataset: Dataset = None,
+    limit: Limit = None,
+    max_tokens: MaxTokens = 128,
+    concurrency: Annotated[
+        int, typer.Option(min=1, help="Prompts at once; a next one starts when one ends.")
+    ] = 1,
+    drafters: Annotated[
+        str, typer.Option(help=f"Comma list of {', '.join(drafts.DRAFTERS)}.")
+    ] = "off,auto",
+    precision: Annotated[
+        str, typer.Option(help="Comma list of precisions; default: the configured one.")
+    ] = "",
+    temperature: Annotated[float, typer.Option(min=0, max=2, help="0 is greedy.")] = 0.0,
+    near_duplicate: Annotated[
+        bool,
+        typer.Option(
+            "--near-duplicates",
+            help="The data set has clusters: the first of each teaches, later ones count.",
+        ),
+    ] = False,
+    hints: Annotated[
+        bool, typer.Option("--hints", help="Near-duplicates get the hints of the merger too.")
+    ] = False,
+    sweep: Annotated[
+        bool, typer.Option("--sweep", help="Also each source of --drafters at fixed lengths.")
+    ] = False,
+    lengths: Annotated[str, typer.Option(help="Comma list: draft lengths of --sweep.")] = _SWEPT,
+    warm: Annotated[
+        int, typer.Option(min=1, help="Prompts that each drafter answers before it is measured.")
+    ] = 1,
+    plot: PlotFile = None,
+    rounds: Rounds = 2,
+    threads: Threads = None,
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """Decoding speed of the engine without HTTP, by source of drafts.
+
+    A run's `tok_s` counts the tokens of all streams from the moment at which each of the first
+    `--concurrency` prompts has its first token, while at least one answer is being written. So
+    with one stream reading prompts is left out; with several, prompts that are read while others
+    decode are in. `ms_per_token` is a stream's own pace. A stop token counts as a token.
+    docs/benchmarks.md explains every key.
+    """
+    wanted = one_of(drafters, drafts.DRAFTERS, "--drafters")
+    if plot is not None:
+        drawing.pyplot()
+    config = configuration.load(overrides=overrides or ())
+    tokenizer = load_tokenizer(config)
+    clusters = None
+    if near_duplicate:
+        if dataset is None or concurrency > 1:
+            raise typer.BadParameter(
+                "takes a --dataset of clusters, one prompt at a time",
+                param_hint="--near-duplicates",
+            )
+        ids, clusters = near_duplicates.load(dataset, limit, config, tokenizer, hinted=hints)
+    else:
+        ids = encode(tokenizer, prompts.load(dataset, limit))
+    pool, settings = next(iter(config.pools.items()))
+    task = drafts.Task(
+        prompts=ids,
+        stop=tokenizer.facts.eos_token_ids,
+        pool=pool,
+        overrides=overrides or (),
+        precisions=[word for word in precision.split(",") if word] or [settings.precision],
+        drafters=wanted,
+        max_tokens=max_tokens,
+        concurrency=concurrency,
+        rounds=rounds,
+        threads=thread_count(threads or settings.threads),
+        temperature=temperature,
+        warm=warm,
+        lengths=numbers(lengths, "--lengths") if sweep else (),
+        clusters=clusters,
+    )
+    facts = {
+        "machine": machine.describe(),
+        "threads": task.threads,
+        "prompts": len(ids),
+        "max_tokens": max_tokens,
+        "concurrency": concurrency,
+        "temperature": temperature,
+    }
+    found = facts | drafts.measure(task, lambda line: typer.echo(line, err=True))
+    _show(found, as_json)
+    if plot is not None:
+        decode_plot.draw(found, plot)
+
+
+def _show(report: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        show(report, as_json)
+        return
+    shown = ("runs", "drafters", "sweep", "unavailable")
+    show({key: value for key, value in report.items() if key not in shown}, as_json)
+    typer.echo("\n" + table(report["drafters"], _SHOWN))
+    for row in report["drafters"]:
+        kinds = [{"kind": kind, **figures} for kind, figures in row.get("kinds", {}).items()]
+        if kinds:
+            typer.echo(f"\n{row['precision']} {row['drafter']}")
+            typer.echo(table(kinds, ("kind", *_SHOWN[2:8])))
+    for sweep in report.get("sweep", ()):
+        best = sweep["best"]
+        typer.echo("\n" + table(sweep["grid"], ("source", "length", *_SHOWN[2:8])))
+        typer.echo(
+            f"{sweep['precision']}: the best is {best['source']} {best['length']};"
+            f" auto runs at {sweep['auto_over_best']} of its speed"
+        )
+    for absent in report["unavailable"]:
+        typer.echo(f"{absent['precision']} {absent['drafter']}: unavailable, {absent['reason']}")
