@@ -179,7 +179,7 @@ public:
     }
 
     std::string isa() const { return decoder_.kernels().name; }
-    int threads() const { return decoder_.threads(); }
+    int threads() const { return decoder_.team()->size(); }
 
 private:
     std::unique_lock<std::mutex> take_turn() {
