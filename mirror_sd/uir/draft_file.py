@@ -23,6 +23,7 @@ In precision int8 a matrix is `NAME.codes` int8 [outputs, inputs] and `NAME.scal
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from hashlib import sha256
@@ -234,8 +235,10 @@ def _spec(path: Path, metadata: Mapping[str, str]) -> DraftSpec:
             raise ValueError("its taps or its precision are not valid")
         if spec.num_heads % spec.num_kv_heads or spec.head_dim % 2:
             raise ValueError("its attention heads do not divide")
-        if not (spec.rope_theta > 0 and spec.rms_eps > 0):
+        if not (0 < spec.rope_theta < math.inf and 0 < spec.rms_eps < math.inf):
             raise ValueError("rope_theta and rms_eps must be positive")
+        if not isinstance(spec.target, str) or not isinstance(spec.tokenizer, str):
+            raise ValueError("its target and its tokenizer must be text")
     except (KeyError, TypeError, ValueError) as error:
         raise ModelError(f"the draft {path} has a bad spec: {error}") from error
     return spec
