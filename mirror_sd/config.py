@@ -151,7 +151,12 @@ class SpeculationConfig(_Section):
     history_tenants: int = Field(
         64, ge=1, le=10_000, description="tenants whose history is kept, the latest ones"
     )
-    min_tokens: int = Field(1, ge=0, le=32, description="shortest draft length")
+    min_tokens: int = Field(
+        0,
+        ge=0,
+        le=32,
+        description="tokens to draft where it does not seem to pay; 0: only what pays",
+    )
     max_tokens: int = Field(8, ge=1, le=32, description="longest draft length")
     initial_tokens: int = Field(4, ge=0, le=32, description="draft length of a new sequence")
     window: int = Field(10, ge=1, le=1000, description="rounds that the length rule looks back")

@@ -14,9 +14,9 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from mirror_sd import telemetry
-from mirror_sd.backends.protocol import Backend, Capabilities
+from mirror_sd.backends.protocol import Backend, Capabilities, DraftHead
 from mirror_sd.config import Config, EngineConfig, PoolConfig, SpeculationConfig
+from mirror_sd.engine_metrics import EngineMetrics
 from mirror_sd.engine_stats import EngineStats
 from mirror_sd.errors import ConfigError, ContextLengthExceeded, InvalidRequest
 from mirror_sd.memory.block_pool import BlockPool
@@ -24,6 +24,8 @@ from mirror_sd.memory.prefix_cache import PrefixCache
 from mirror_sd.messages import Chunk, DeviceHealth, Finished, SequenceUsage, Submit
 from mirror_sd.speculative import drafters
 from mirror_sd.speculative.decode_loop import DecodeLoop, Output
+from mirror_sd.speculative.draft_planner import DraftPlanner
+from mirror_sd.speculative.head_source import HeadDrafting
 from mirror_sd.speculative.length_controller import WindowController
 from mirror_sd.speculative.sampler import open_chooser
 from mirror_sd.speculative.sequence import Sequence
@@ -47,8 +49,10 @@ class Engine:
         model_name: str,
         device_class: str,
         slots: int,
+        head: DraftHead | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`head`: a draft head made for this back end's model."""
         self.capabilities: Capabilities = backend.capabilities
         self.model_name = model_name
         self.device_class = device_class
@@ -57,16 +61,26 @@ class Engine:
         self._speculation = speculation
         size = engine.block_size
         longest = -(-self.capabilities.max_context // size) * slots
-        budget = engine.kv_cache_mb * 2**20 // backend.kv_bytes_per_block(size)
-        blocks = max(min(budget, longest), 1)
+        block_bytes = backend.kv_bytes_per_block(size)
+        if head is not None:
+            block_bytes += head.kv_bytes_per_block(size)
+        blocks = max(min(engine.kv_cache_mb * 2**20 // block_bytes, longest), 1)
         backend.allocate_kv(blocks, size)
         self._pool = BlockPool(blocks)
         self._cache = PrefixCache(self._pool, size, engine.prefix_reuse)
         self._drafters = drafters.create(speculation) if speculation.enabled else None
+        self._planner = DraftPlanner(
+            speculation,
+            self._pool,
+            block_size=size,
+            clock=clock,
+            head=None if head is None else HeadDrafting(head, backend, blocks, size),
+        )
         self._loop = DecodeLoop(
             backend,
             self._pool,
             self._cache,
+            planner=self._planner,
             block_size=size,
             prefill_chunk=engine.prefill_chunk,
             clock=clock,
@@ -77,7 +91,8 @@ class Engine:
         self._arrivals = itertools.count()
         self._steps = 0
         self._tokens = 0
-        self._metrics = _EngineMetrics(device_class)
+        self._draft_s = self._verify_s = 0.0
+        self._metrics = EngineMetrics(device_class)
 
     @property
     def has_work(self) -> bool:
@@ -91,6 +106,8 @@ class Engine:
             kv_blocks_free=self._pool.free,
             steps=self._steps,
             tokens=self._tokens,
+            draft_s=self._draft_s,
+            verify_s=self._verify_s,
         )
 
     def health(self) -> DeviceHealth:
@@ -121,7 +138,6 @@ class Engine:
                 chain=self._cache.chain(submit.tenant),
                 chooser=open_chooser(params, submit.delivered),
                 drafts=self._drafts_of(submit, tokens),
-                length=self._length_rule(submit.degrade_level),
                 max_context=self.max_context,
                 tokens=tokens,
                 arrival=next(self._arrivals),
@@ -130,18 +146,36 @@ class Engine:
         )
 
     def _drafts_of(self, submit: Submit, tokens: list[int]) -> SequenceDrafts | None:
-        if self._drafters is None or not submit.params.speculation:
+        params = submit.params
+        if self._drafters is None or not params.speculation:
             return None
+        rule, wanted = self._speculation, params.draft_source
+        # A source that is not there leaves the choice to us.
+        is_known = wanted in self._drafters or (wanted == "head" and self._has_head)
+        only = wanted if is_known else "auto"
+        # Under load the rows of drafts that are rejected cost others their time.
+        share = 2 if submit.degrade_level >= _SHORTER_DRAFTS_LEVEL else 1
+        longest = rule.max_tokens // share
         return SequenceDrafts(
-            self._drafters, tokens, tenant=submit.tenant, prompt_length=len(submit.prompt)
+            {name: d for name, d in self._drafters.items() if only in ("auto", name)},
+            tokens,
+            tenant=submit.tenant,
+            prompt_length=len(submit.prompt),
+            longest=min(longest, params.draft_tokens) if params.draft_tokens > 0 else longest,
+            window=None if rule.length == "bandit" else self._window(share),
+            uses_head=only in ("auto", "head"),
+            takes_hints=only == "auto",
+            is_sampled=params.temperature > 0,
         )
 
-    def _length_rule(self, degrade_level: int) -> WindowController:
+    @property
+    def _has_head(self) -> bool:
+        return self._planner.head is not None and self._planner.head.is_on
+
+    def _window(self, share: int) -> WindowController:
         rule = self._speculation
-        # Under load the rows of drafts that are rejected cost others their time.
-        share = 2 if degrade_level >= _SHORTER_DRAFTS_LEVEL else 1
         return WindowController(
-            minimum=min(rule.min_tokens, rule.max_tokens // share),
+            minimum=min(max(rule.min_tokens, 1), rule.max_tokens // share),
             maximum=rule.max_tokens // share,
             initial=rule.initial_tokens // share,
             window=rule.window,
@@ -217,14 +251,28 @@ class Engine:
         self._requeue_preempted()
         if self._loop.report.tokens:
             self._steps += 1
-            self._metrics.record(self._loop, self._clock() - begin)
+            self._account(self._clock() - begin)
         return outputs
+
+    def _account(self, seconds: float) -> None:
+        report = self._loop.report
+        self._draft_s += report.drafts.seconds
+        if report.drafts.by_source:
+            self._verify_s += report.forward_s
+        self._metrics.record(self._loop, seconds)
+        head = self._planner.head
+        if head is not None and not head.is_on:
+            self._planner.head = None
+            self._metrics.head_failed()
 
     def _admit(self) -> None:
         while self._waiting and len(self._loop.running) < self.slots:
             sequence = self._waiting[0]
             if sequence.prompt_logprobs is None:
                 sequence.table = self._cache.take(sequence.chain, sequence.tokens)
+            opens_head = self._planner.shall_open_head(
+                sequence, len(self._loop.running) + len(self._waiting), self._cache
+            )
             sequence.computed = len(sequence.table) * self._cache.block_size
             needed = -(-len(sequence.tokens) // self._cache.block_size) - len(sequence.table)
             if needed > self._pool.free and self._loop.running:
@@ -232,6 +280,8 @@ class Engine:
                 return
             self._waiting.popleft()
             self._loop.running.append(sequence)
+            if opens_head and self._planner.head is not None:
+                self._planner.head.open(sequence)
             if sequence.completion_tokens == len(sequence.submit.delivered):
                 sequence.cached_tokens = min(sequence.computed, len(sequence.submit.prompt))
             self._metrics.prefix_hits.inc(sequence.computed)
@@ -244,40 +294,6 @@ class Engine:
     def check_integrity(self) -> None:
         """Raise `RuntimeError` if a KV block leaked or is held twice."""
         self._pool.check_integrity(s.table for s in self._loop.running)
-
-
-class _EngineMetrics:
-    """The engine's metrics with their label bound once."""
-
-    def __init__(self, device_class: str) -> None:
-        self.hints = telemetry.DRAFT_HINTS.labels(device_class)
-        self.prefix_hits = telemetry.PREFIX_HITS.labels(device_class)
-        self._sequences = telemetry.BATCH_SEQUENCES.labels(device_class)
-        self._tokens = telemetry.BATCH_TOKENS.labels(device_class)
-        self._step = telemetry.STEP_SECONDS.labels(device_class)
-        self._draft_s = telemetry.DRAFT_SECONDS.labels(device_class)
-        self._verify_s = telemetry.VERIFY_SECONDS.labels(device_class)
-        self._drafted = telemetry.DRAFTED.labels(device_class)
-        self._accepted = telemetry.ACCEPTED.labels(device_class)
-        self._accepted_length = telemetry.ACCEPTED_LENGTH.labels(device_class)
-        self._preemptions = telemetry.PREEMPTIONS.labels(device_class)
-
-    def record(self, loop: DecodeLoop, seconds: float) -> None:
-        report = loop.report
-        self._sequences.observe(report.sequences)
-        self._tokens.observe(report.tokens)
-        self._step.observe(seconds)
-        # Each touch of a metric costs a microsecond or more: leave out those that add nothing.
-        if report.draft_s:
-            self._draft_s.inc(report.draft_s)
-        if report.preempted:
-            self._preemptions.inc(report.preempted)
-        if report.drafted:
-            self._verify_s.inc(report.forward_s)
-            self._drafted.inc(report.drafted)
-            self._accepted.inc(sum(report.accepted_lengths))
-            for length in report.accepted_lengths:
-                self._accepted_length.observe(length)
 
 
 def create_backend(config: Config, device_class: str, threads: int | None = None) -> Backend:

@@ -155,6 +155,26 @@ ACCEPTED_LENGTH = _histogram(
     (0, 1, 2, 3, 4, 6, 8, 12, 16, 32),
     ("class",),
 )
+SOURCE_DRAFTED = _counter(
+    "mirror_worker_source_drafted_tokens_total",
+    "Draft tokens verified, by where they came from: lookup, history, hint, head.",
+    ("class", "source"),
+)
+SOURCE_ACCEPTED = _counter(
+    "mirror_worker_source_accepted_tokens_total",
+    "Draft tokens accepted, by where they came from.",
+    ("class", "source"),
+)
+DRAFT_REPETITIONS = _counter(
+    "mirror_worker_draft_repetitions_total",
+    "Times that an answer began to accept the same n-gram again and again; its drafts are halved.",
+    ("class",),
+)
+DRAFT_HEAD_FAILURES = _counter(
+    "mirror_worker_draft_head_failures_total",
+    "Draft heads switched off because they failed; their workers go on without.",
+    ("class",),
+)
 DRAFT_HINTS = _counter(
     "mirror_worker_draft_hints_total",
     "Pieces of a similar answer that came to draft from.",

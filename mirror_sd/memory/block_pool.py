@@ -88,6 +88,14 @@ class BlockPool:
             self._block_of[key] = block
             self._key_of[block] = key
 
+    def unpublish(self, block: int) -> None:
+        """Let nobody find a used block any more; another may then be published in its place."""
+        if block not in self._references:
+            raise ValueError(f"block {block} is not in use")
+        key = self._key_of.pop(block, None)
+        if key is not None:
+            del self._block_of[key]
+
     def find(self, key: bytes) -> int | None:
         """The block published under `key`, not yet retained."""
         return self._block_of.get(key)

@@ -60,6 +60,12 @@ class PrefixCache:
             blocks.append(block)
         return blocks
 
+    def give_up(self, blocks: Sequence[int]) -> None:
+        """Release blocks that `take` has given, and forget them: they will be computed again."""
+        for block in blocks:
+            self._pool.unpublish(block)
+            self._pool.release(block)
+
     def publish(
         self, chain: PrefixChain, tokens: Sequence[int], table: Sequence[int], before: int, now: int
     ) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 from mirror_sd.backends.protocol import Int32
 from mirror_sd.memory.prefix_cache import PrefixChain
 from mirror_sd.messages import SequenceUsage, Submit, TokenLogprob
-from mirror_sd.speculative.length_controller import WindowController
+from mirror_sd.speculative.head_state import HeadState
 from mirror_sd.speculative.sampling import TokenChooser
 from mirror_sd.speculative.sequence_drafts import SequenceDrafts
 
@@ -23,7 +23,6 @@ class Sequence:
     chain: PrefixChain
     chooser: TokenChooser
     drafts: SequenceDrafts | None
-    length: WindowController
     max_context: int
     tokens: list[int]
     arrival: int
@@ -31,8 +30,7 @@ class Sequence:
     table: list[int] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob | None] | None = None
     cached_tokens: int = 0
-    drafted: int = 0
-    accepted: int = 0
+    head: HeadState | None = None
     rounds: int = 0
     _array: Int32 = field(default_factory=lambda: np.empty(0, dtype=np.int32))
     _array_of: list[int] | None = None
@@ -65,8 +63,8 @@ class Sequence:
 
     def hint(self, index: int, tokens: tuple[int, ...]) -> None:
         """Draft from another answer as well: see `HintSource.extend`."""
-        if self.drafts is not None and self.drafts.hint(index, tokens, self.max_context):
-            self.length.trust()
+        if self.drafts is not None:
+            self.drafts.hint(index, tokens, self.max_context)
 
     def table_array(self) -> Int32:
         """`table` as the back end takes it, made anew only where it has grown or is another list.
@@ -79,11 +77,13 @@ class Sequence:
         return self._array
 
     def usage(self) -> SequenceUsage:
+        counts = {} if self.drafts is None else self.drafts.counts
         return SequenceUsage(
             prompt_tokens=len(self.submit.prompt),
             completion_tokens=self.completion_tokens,
             cached_tokens=self.cached_tokens,
-            drafted_tokens=self.drafted,
-            accepted_tokens=self.accepted,
+            drafted_tokens=sum(drafted for drafted, _ in counts.values()),
+            accepted_tokens=sum(accepted for _, accepted in counts.values()),
             verify_rounds=self.rounds,
+            draft_sources=dict(counts),
         )

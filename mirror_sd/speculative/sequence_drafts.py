@@ -1,11 +1,15 @@
-"""The sources that one sequence can be drafted from."""
+"""The sources that one sequence can be drafted from, and how they fare in it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from mirror_sd.speculative.acceptance import Record
 from mirror_sd.speculative.drafters import Drafter, DraftSource
 from mirror_sd.speculative.drafters.hint import HintSource
+from mirror_sd.speculative.length_controller import WindowController
+from mirror_sd.speculative.repetition import RepetitionWatch
+from mirror_sd.speculative.trial import Trial
 
 
 class SequenceDrafts:
@@ -13,22 +17,55 @@ class SequenceDrafts:
     asked last, so that a sequence that is never drafted for costs nothing.
 
     `tokens`: the sequence's own list, which grows; `prompt_length` of them are its prompt.
+    `longest`: most tokens of a draft. `window`: the rule of the draft length, None where it is
+    learned over all sequences. `uses_head`: the draft head may be asked as well.
     """
 
     def __init__(
-        self, drafters: Mapping[str, Drafter], tokens: list[int], *, tenant: str, prompt_length: int
+        self,
+        drafters: Mapping[str, Drafter],
+        tokens: list[int],
+        *,
+        tenant: str,
+        prompt_length: int,
+        longest: int,
+        window: WindowController | None = None,
+        uses_head: bool = True,
+        takes_hints: bool = True,
+        is_sampled: bool = False,
     ) -> None:
         self._drafters = drafters
         self._tokens = tokens
         self._tenant = tenant
         self._prompt_length = prompt_length
+        self._longest = longest
+        self._window = window
+        self._takes_hints = takes_hints
+        self._is_sampled = is_sampled
         self._opened: dict[str, DraftSource] = {}
         self._hint: HintSource | None = None
         # Tokens that the opened sources and the hint have been told of.
         self._seen = self._hint_seen = 0
+        self._records: dict[str, Record] = {}
+        self._repetition = RepetitionWatch()
+        self.uses_head = uses_head
+        self.trials: dict[str, Trial] = {}
+        self.counts: dict[str, tuple[int, int]] = {}
+
+    @property
+    def limit(self) -> int:
+        """Most tokens to draft now."""
+        limit = self._longest if self._window is None else min(self._window.length, self._longest)
+        return -(-limit // 2) if self._repetition.is_repeating else limit
+
+    def record(self, source: str) -> Record:
+        found = self._records.get(source)
+        if found is None:
+            found = self._records[source] = Record(is_sampled=self._is_sampled)
+        return found
 
     def sources(self) -> list[DraftSource]:
-        """All sources, up to date, the hint first."""
+        """All sources but the head, up to date, the hint first."""
         if not self._opened and self._drafters:
             self._open()
         length = len(self._tokens)
@@ -54,17 +91,32 @@ class SequenceDrafts:
             hint.commit(self._tokens[self._hint_seen :])
             self._hint_seen = len(self._tokens)
 
-    def hint(self, index: int, tokens: Sequence[int], limit: int) -> bool:
-        """Draft from another answer as well, see `HintSource.extend`; whether it is the first."""
-        is_first = self._hint is None
+    def hint(self, index: int, tokens: Sequence[int], limit: int) -> None:
+        """Draft from another answer as well, see `HintSource.extend`."""
+        if not self._takes_hints:
+            return
         if self._hint is None:
             self._hint = HintSource(self._tokens[self._prompt_length :], limit)
             self._hint_seen = len(self._tokens)
+            if self._window is not None:
+                self._window.trust()
         self._tell_hint(self._hint)
         self._hint.extend(index, tokens)
-        return is_first
+
+    def account(self, source: str, draft: Sequence[int], accepted: int) -> bool:
+        """Take in a verified draft; whether the sequence has begun to go round in circles."""
+        drafted_before, accepted_before = self.counts.get(source, (0, 0))
+        self.counts[source] = (drafted_before + len(draft), accepted_before + accepted)
+        if self._window is not None:
+            self._window.observe(len(draft), accepted)
+        return self._repetition.observe(draft[:accepted])
 
     def close(self) -> None:
         """The sequence has ended."""
         for name, drafter in self._drafters.items():
-            drafter.close(self._opened.get(name), self._tokens, tenant=self._tenant)
+            drafter.close(
+                self._opened.get(name),
+                self._tokens,
+                tenant=self._tenant,
+                prompt_length=self._prompt_length,
+            )

@@ -67,5 +67,12 @@ class LookupDrafter:
     def open(self, tokens: Sequence[int], *, tenant: str, prompt_length: int) -> LookupSource:
         return LookupSource(tokens, self._sizes)
 
-    def close(self, source: DraftSource | None, tokens: Sequence[int], *, tenant: str) -> None:
+    def close(
+        self,
+        source: DraftSource | None,
+        tokens: Sequence[int],
+        *,
+        tenant: str,
+        prompt_length: int,
+    ) -> None:
         """Nothing of a sequence outlives it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -15,7 +16,15 @@ from mirror_sd.messages import Chunk, Failed, Finished, SamplingParams, Submit
 from tests.unit.speculative.hash_target import HashTarget
 
 
-def make_engine(blocks=64, slots=16, speculation=True, prefix_reuse=True, chunk=16, **target):
+def make_engine(
+    blocks=64,
+    slots=16,
+    speculation=True,
+    prefix_reuse=True,
+    chunk=16,
+    clock=time.monotonic,
+    **target,
+):
     return Engine(
         HashTarget(**target),
         EngineConfig(
@@ -25,7 +34,13 @@ def make_engine(blocks=64, slots=16, speculation=True, prefix_reuse=True, chunk=
         model_name="m",
         device_class="cpu",
         slots=slots,
+        clock=clock,
     )
+
+
+def free_time():
+    """A clock by which nothing costs anything, so that drafts are as long as they may be."""
+    return 0.0
 
 
 def submit(

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from mirror_sd.messages import Chunk, Finished
 from mirror_sd.speculative.drafters.hint import HintSource
 from mirror_sd.speculative.length_controller import WindowController
-from tests.unit.speculative.test_engine import make_engine, solo, submit
+from tests.unit.speculative.test_engine import free_time, make_engine, solo, submit
 
 VOCAB = 64
 
 
 def run_hinted(item, hints, speculation=True, slots=16, beside=()):
     """The tokens of `item` while `hints`, of (step, index, tokens), come in; its last frame."""
-    engine = make_engine(memory=3, speculation=speculation, slots=slots)
+    engine = make_engine(memory=3, speculation=speculation, slots=slots, clock=free_time)
     for other in (item, *beside):
         engine.add(other)
     tokens, end = list(item.delivered), None
@@ -104,7 +104,7 @@ def test_drafts_are_half_as_long_from_the_first_step_of_degradation_on():
     whole = solo(item, memory=3)
 
     def rounds(level):
-        engine = make_engine(memory=3)
+        engine = make_engine(memory=3, clock=free_time)
         engine.add(submit(max_tokens=120, degrade_level=level))
         engine.hint("a", 0, tuple(whole))
         while engine.has_work:

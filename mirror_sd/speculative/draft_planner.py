@@ -1,0 +1,342 @@
+"""Drafts of a step: asks the sources, weighs their proposals, calls the head, hands out rows.
+
+What it learns from: the time of each step, and the target's tokens, with which all proposals are
+compared, those too that were not verified.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Ordered
+from dataclasses import dataclass, field
+
+from mirror_sd.config import SpeculationConfig
+from mirror_sd.memory.block_pool import BlockPool
+from mirror_sd.memory.prefix_cache import PrefixCache
+from mirror_sd.speculative.acceptance import AcceptanceModel
+from mirror_sd.speculative.asking import Asking
+from mirror_sd.speculative.batch_plan import Slice
+from mirror_sd.speculative.chooser import Offer, Purse, Rates, allot, best
+from mirror_sd.speculative.cost_model import MOST_ROWS, VerifyCost
+from mirror_sd.speculative.drafters import STRENGTHS
+from mirror_sd.speculative.head_plan import HeadPlan
+from mirror_sd.speculative.head_source import HeadDrafting, HeadRequest
+from mirror_sd.speculative.length_bandit import LengthBandit
+from mirror_sd.speculative.sequence import Sequence
+from mirror_sd.speculative.trial import Trial
+
+# Share of all time for drafts that do not seem to pay, and the most that is saved up of it.
+_TRYING_SHARE, _TRYING_MOST_S = 0.004, 0.2
+# Tokens of a cached prefix that are computed again so that a head can read them.
+_READ_AGAIN = 256
+# Tokens that a head takes in on its own, where they come faster than it is called to draft.
+_TAKE_IN_FROM = 32
+
+
+@dataclass(slots=True)
+class DraftReport:
+    """What a step drafted. `by_source`: drafted and accepted tokens."""
+
+    seconds: float = 0.0
+    repetitions: int = 0
+    accepted_lengths: list[int] = field(default_factory=list)
+    by_source: dict[str, list[int]] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Market:
+    """Of one step: `sequences` decode, in a forward of `base` rows without drafts; a second is
+    worth `rate` tokens, a row `price`."""
+
+    sequences: int
+    base: int
+    rate: float
+    price: float
+
+
+class DraftPlanner:
+    """One per engine. `head` is None without a draft head."""
+
+    def __init__(
+        self,
+        config: SpeculationConfig,
+        pool: BlockPool,
+        *,
+        block_size: int,
+        clock: Callable[[], float],
+        head: HeadDrafting | None = None,
+    ) -> None:
+        self._config = config
+        self._pool = pool
+        self._block_size = block_size
+        self._clock = clock
+        self._model = AcceptanceModel()
+        self._cost = VerifyCost()
+        self._rates = Rates()
+        self._purse = Purse(_TRYING_SHARE, _TRYING_MOST_S)
+        self._asking = Asking()
+        self._bandit = LengthBandit(config.max_tokens) if config.length == "bandit" else None
+        self._heads = HeadPlan(self._model)
+        self.head = head
+        self._market = _Market(0, 0, 0.0, 0.0)
+        self.report = DraftReport()
+
+    def wants_head(self, sequences: int) -> bool:
+        """Whether a sequence that starts beside others, `sequences` with it, shall have a head."""
+        if self.head is None or not self.head.is_on:
+            return False
+        if self._config.min_tokens > 0:
+            return True
+        rate = self._rates.rate(sequences, self._cost.seconds(sequences))
+        return self._heads.pays(sequences, self._config.max_tokens, self._cost, rate)
+
+    def shall_open_head(self, sequence: Sequence, sequences: int, cache: PrefixCache) -> bool:
+        """Whether a sequence that is about to start, beside others, `sequences` with it, gets a
+        head. Its prefix, just taken from `cache`, is given up from where no head has read it."""
+        drafts = sequence.drafts
+        if self.head is None or drafts is None or not drafts.uses_head:
+            return False
+        if not self.wants_head(sequences):
+            return False
+        covered = self.head.covered(sequence.table)
+        missing = sequence.table[covered:]
+        if len(missing) * self._block_size > _READ_AGAIN:
+            return False
+        cache.give_up(missing)
+        del sequence.table[covered:]
+        return True
+
+    def plan(self, pieces: Ordered[Slice]) -> None:
+        """Give the slices that decode their drafts."""
+        self.report = DraftReport()
+        begin = self._clock()
+        ready = [piece for piece in pieces if piece.count == 1 and piece.reaches_end]
+        self._market = self._open_market(len(ready), sum(piece.count for piece in pieces))
+        able = [piece for piece in ready if _limit(piece) > 0]
+        if able or self.head is not None:
+            offers = self._ask(able)
+            self._call_head(pieces, able, offers)
+            self._allot(offers)
+            self.report.seconds = self._clock() - begin
+
+    def _open_market(self, sequences: int, base: int) -> _Market:
+        if not sequences:
+            return _Market(0, base, 0.0, 0.0)
+        rate = self._rates.rate(sequences, self._cost.seconds(sequences))
+        table = self._cost.table()
+        low = min(base, MOST_ROWS - sequences)
+        price = rate * (table[low + sequences] - table[low]) / sequences
+        return _Market(sequences, base, rate, price)
+
+    def _ask(self, able: Ordered[Slice]) -> list[tuple[Slice, Offer]]:
+        """The best proposal for each sequence that has one."""
+        market, found = self._market, []
+        part = 1
+        if self._config.min_tokens == 0 and able:
+            step_s = self._cost.seconds(market.base)
+            part = self._asking.who(market.sequences, market.rate, step_s)
+        asked = [p for p in able if part and p.sequence.arrival % part == 0]
+        begin = self._clock()
+        for piece in asked:
+            offers = self._offers(piece)
+            # Where all is lost at this price, the likeliest is kept for a try.
+            chosen = best(offers, market.price) or max(
+                offers, key=lambda offer: offer.survival[0], default=None
+            )
+            if chosen is not None:
+                found.append((piece, chosen))
+        if asked:
+            gain = sum(offer.worth(market.price) for _, offer in found)
+            self._asking.observe(market.sequences, len(asked), gain, self._clock() - begin)
+        return found
+
+    def _offers(self, piece: Slice) -> list[Offer]:
+        drafts, limit = piece.sequence.drafts, _limit(piece)
+        assert drafts is not None
+        offers = []
+        for source in drafts.sources():
+            tokens = source.propose(limit)
+            if not tokens:
+                continue
+            strength, level = source.strength(), drafts.record(source.name).level
+            context = (source.name, strength, level)
+            key = LengthBandit.key(self._market.sequences, source.name, strength)
+            trial = Trial(source.name, tokens, [context], key, self._market.price)
+            drafts.trials.setdefault(source.name, trial)
+            offer = self._offer(trial, self._model.survival(context))
+            if offer.survival:
+                offers.append(offer)
+        return offers
+
+    def _offer(self, trial: Trial, survival: Ordered[float]) -> Offer:
+        length = trial.proposed
+        if self._bandit is not None and self._config.min_tokens == 0:
+            length = min(length, self._bandit.longest(trial.key))
+        return Offer(trial, survival[:length])
+
+    def _call_head(
+        self,
+        pieces: Ordered[Slice],
+        able: Ordered[Slice],
+        offers: list[tuple[Slice, Offer]],
+    ) -> None:
+        """Let the head draft where it promises more than the other sources, and take in what has
+        come together elsewhere."""
+        if self.head is None or not self.head.is_on:
+            return
+        drafting = self._head_requests(able, {id(piece): offer for piece, offer in offers})
+        requests = [request for _, request in drafting]
+        chosen = {id(request.sequence) for request in requests}
+        for piece in pieces:
+            state = piece.sequence.head
+            if state is None or id(piece.sequence) in chosen or state.pending < _TAKE_IN_FROM:
+                continue
+            if piece.reaches_end and not self.wants_head(self._market.sequences):
+                piece.sequence.head = None
+            else:
+                requests.append(HeadRequest(piece.sequence, 0, 1.0))
+        if not requests:
+            return
+        begin = self._clock()
+        passes = self.head.draft(requests)
+        if passes and drafting:
+            self._heads.observe_call(len(drafting), passes, self._clock() - begin)
+        for piece, request in drafting:
+            if request.tokens:
+                self._take_head_draft(piece, request, offers)
+
+    def _head_requests(
+        self, able: Ordered[Slice], offers: dict[int, Offer]
+    ) -> list[tuple[Slice, HeadRequest]]:
+        market = self._market
+        candidates = [
+            piece
+            for piece in able
+            if piece.sequence.head is not None
+            and piece.sequence.drafts is not None
+            and piece.sequence.drafts.uses_head
+        ]
+        if not candidates:
+            return []
+        count = len(candidates)
+        floor = self._heads.floor(count, market.rate, market.price)
+        is_fixed = self._config.min_tokens > 0
+        drafting = []
+        for piece in candidates:
+            assert piece.sequence.drafts is not None
+            level, limit = piece.sequence.drafts.record("head").level, _limit(piece)
+            worth = self._heads.worth(level, limit, count, market.rate, market.price)
+            other = offers.get(id(piece))
+            rival = max(other.worth(market.price), 0.0) if other is not None else 0.0
+            if worth <= rival and not is_fixed:
+                cost_s = (rival - worth) / market.rate if market.rate > 0 else 0.0
+                if not self._purse.spend(max(cost_s, self._heads.share_s(count))):
+                    continue
+            steps = self._cover(piece.sequence, limit)
+            if steps > 0:
+                request = HeadRequest(piece.sequence, steps, 0.0 if is_fixed else floor)
+                drafting.append((piece, request))
+        return drafting
+
+    def _take_head_draft(
+        self, piece: Slice, request: HeadRequest, offers: list[tuple[Slice, Offer]]
+    ) -> None:
+        drafts = piece.sequence.drafts
+        assert drafts is not None
+        level = drafts.record("head").level
+        product, survival, contexts = 1.0, [], []
+        for depth, probability in enumerate(request.probabilities):
+            strength = min(max(int(probability * STRENGTHS), 0), STRENGTHS - 1)
+            contexts.append(("head", strength, level))
+            product *= self._model.chance(contexts[-1], depth, probability)
+            survival.append(product)
+        key = LengthBandit.key(self._market.sequences, "head", 0)
+        trial = Trial("head", request.tokens, contexts, key, self._market.price)
+        trial.asked = request.steps
+        drafts.trials["head"] = trial
+        offer = self._offer(trial, survival)
+        index = next((i for i, (other, _) in enumerate(offers) if other is piece), None)
+        if index is None:
+            offers.append((piece, offer))
+        elif offer.worth(self._market.price) > offers[index][1].worth(self._market.price):
+            offers[index] = (piece, offer)
+
+    def _allot(self, offers: Ordered[tuple[Slice, Offer]]) -> None:
+        if not offers:
+            return
+        market, least = self._market, self._config.min_tokens
+        chances = [offer.survival for _, offer in offers]
+        allotment = allot(chances, market.base, self._cost.table(), market.rate)
+        lengths = allotment.lengths
+        if least > 0:
+            lengths = [
+                max(min(least, offer.trial.proposed), length)
+                for (_, offer), length in zip(offers, lengths, strict=True)
+            ]
+        elif allotment.gain <= 0 and not (
+            market.rate > 0 and self._purse.spend(-allotment.gain / market.rate)
+        ):
+            return
+        for (piece, offer), length in zip(offers, lengths, strict=True):
+            count = self._cover(piece.sequence, length) if length > 0 else 0
+            if count:
+                trial, drafts = offer.trial, piece.sequence.drafts
+                assert drafts is not None
+                piece.draft, piece.source = list(trial.tokens[:count]), trial.source
+                drafts.trials[trial.source] = trial
+
+    def _cover(self, sequence: Sequence, count: int) -> int:
+        """Of `count` tokens to draft those that the block table has place for. A draft takes free
+        blocks but displaces nobody."""
+        size = self._block_size
+        wanted = -(-(len(sequence.tokens) + count) // size)
+        while len(sequence.table) < wanted and self._pool.free > 0:
+            block = self._pool.allocate()
+            if self.head is not None:
+                self.head.forget(block)
+            sequence.table.append(block)
+        return max(min(count, len(sequence.table) * size - len(sequence.tokens)), 0)
+
+    def learn(self, piece: Slice, tokens: Ordered[int], accepted: int) -> None:
+        """The target chose `tokens` next; `accepted` of the draft were among them."""
+        drafts = piece.sequence.drafts
+        if drafts is None:
+            return
+        for name in list(drafts.trials):
+            trial = drafts.trials[name]
+            trial.observe(tokens, self._model, drafts.record(name))
+            # A source that was verified is asked anew in the next step.
+            if trial.is_over or name == piece.source:
+                del drafts.trials[name]
+                self._close_trial(trial)
+        if piece.draft:
+            counts = self.report.by_source.setdefault(piece.source, [0, 0])
+            counts[0] += len(piece.draft)
+            counts[1] += accepted
+            self.report.accepted_lengths.append(accepted)
+            self.report.repetitions += drafts.account(piece.source, piece.draft, accepted)
+
+    def _close_trial(self, trial: Trial) -> None:
+        if self._bandit is not None:
+            is_open = not trial.is_over
+            self._bandit.observe(trial.key, trial.proposed, trial.matched, trial.price, is_open)
+        if trial.source == "head":
+            level = trial.contexts[0][2]
+            drafted = trial.proposed if trial.is_over else trial.matched
+            was_full = not trial.is_over or trial.proposed == trial.asked
+            self._heads.observe_draft(level, drafted, trial.matched, was_full)
+
+    def finish(self, tokens: int, rows: int, seconds: float) -> None:
+        """The forward and what followed it took so long, and brought so many tokens."""
+        market = self._market
+        self._cost.observe(rows, seconds)
+        whole = seconds + self.report.seconds
+        self._purse.save(whole)
+        if market.sequences and market.base == market.sequences:
+            self._rates.observe(market.sequences, tokens, whole)
+
+
+def _limit(piece: Slice) -> int:
+    """Most tokens that may be drafted for a slice."""
+    drafts = piece.sequence.drafts
+    return 0 if drafts is None else min(drafts.limit, piece.sequence.room - 1)
