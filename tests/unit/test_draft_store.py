@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import tomllib
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from mirror_sd.uir import draft_file, tokenizer_files
 from mirror_sd.uir.draft_file import DraftMismatch, DraftProgram
 from tests.random_draft import program_of, spec_for
 
+ROOT = Path(__file__).resolve().parents[2]
 DEFAULT = "smollm2-135m-instruct"
 
 
@@ -173,3 +176,21 @@ def test_class_takes_the_shipped_draft_of_its_own_precision_else_any(tmp_path: P
     assert found("a.b", "cpu") == "a.b.int8"
     for other in ("c", "*", "[ab]", "../a", ""):
         assert found(other, "cpu") is None
+
+
+def test_what_ships_is_small_and_has_a_card() -> None:
+    for path in drafts.HERE.glob(f"*{drafts.SUFFIX}"):
+        assert path.stat().st_size <= 20 * 2**20, path.name
+        spec = draft_file.read_spec(path)
+        assert path.name == f"{spec.target}.{spec.precision}{drafts.SUFFIX}"
+        assert (drafts.HERE / f"{spec.target}.md").is_file()
+
+
+def test_files_beside_the_code_go_into_the_package() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    patterns = settings["tool"]["setuptools"]["package-data"]["mirror_sd"]
+    for folder in ("drafts", "training/prompts"):
+        for path in (ROOT / "mirror_sd" / folder).iterdir():
+            name = f"{folder}/{path.name}"
+            is_code = path.suffix == ".py" or path.name == "__pycache__"
+            assert is_code or any(fnmatch(name, pattern) for pattern in patterns), name
