@@ -98,6 +98,11 @@ class Engine:
     def has_work(self) -> bool:
         return bool(self._loop.running or self._waiting or self._finished_early)
 
+    @property
+    def draft_sources(self) -> tuple[str, ...]:
+        """What a request can ask to be drafted from."""
+        return (*(self._drafters or ()), *(("head",) if self._has_head else ()))
+
     def stats(self) -> EngineStats:
         return EngineStats(
             running=len(self._loop.running),

@@ -18,7 +18,8 @@ Prompt = tuple[int, ...]
 @dataclass(slots=True)
 class Run:
     """Per prompt, in order: its tokens (a stop token left out), its times. Their usages, as they
-    ended. Forwards, and seconds spent on drafting and in forwards."""
+    ended. Of the `steps` in which all wrote and no prompt was read: seconds of all, and of drafting
+    in them."""
 
     streams: int
     tokens: list[list[int]] = field(default_factory=list)
@@ -26,8 +27,8 @@ class Run:
     times: list[list[float]] = field(default_factory=list)
     usages: list[SequenceUsage] = field(default_factory=list)
     steps: int = 0
+    step_s: float = 0.0
     draft_s: float = 0.0
-    forward_s: float = 0.0
 
     @property
     def answers(self) -> list[Answer]:
@@ -53,6 +54,14 @@ class Run:
         accepted = sum(usage.accepted_tokens for usage in self.usages)
         return round(accepted / drafted, 3) if drafted else None
 
+    def step_ms(self) -> tuple[float | None, float | None]:
+        """Milliseconds of a step spent on drafting, and on all else: the forward, the choice of
+        tokens. None where no step only wrote."""
+        if not self.steps:
+            return None, None
+        rest_s = self.step_s - self.draft_s
+        return round(1e3 * self.draft_s / self.steps, 3), round(1e3 * rest_s / self.steps, 3)
+
     def sources(self) -> dict[str, tuple[int, int]]:
         """Tokens that each source drafted, and of them accepted."""
         found: dict[str, tuple[int, int]] = {}
@@ -70,8 +79,8 @@ def joined(runs: Iterable[Run]) -> Run:
         for name in ("tokens", "starts", "times", "usages"):
             getattr(whole, name).extend(getattr(run, name))
         whole.steps += run.steps
+        whole.step_s += run.step_s
         whole.draft_s += run.draft_s
-        whole.forward_s += run.forward_s
     return whole
 
 
@@ -100,7 +109,6 @@ def run_engine(
     """
     run = Run(concurrency, [[] for _ in prompts], [], [[] for _ in prompts])
     live = 0
-    before = engine.stats()
     while len(run.usages) < len(prompts):
         while live < concurrency and len(run.starts) < len(prompts):
             index = len(run.starts)
@@ -117,14 +125,16 @@ def run_engine(
             if hint:
                 engine.hint(f"{tag}-{index}", 0, hint)
             live += 1
+        only_writes = all(run.times[: len(run.starts)])
+        before_s, begin = engine.stats().draft_s, clock()
         outputs = engine.step()
         now = clock()
+        if only_writes:
+            run.steps += 1
+            run.step_s += now - begin
+            run.draft_s += engine.stats().draft_s - before_s
         for output in outputs:
             live -= _note(run, output, now)
-    after = engine.stats()
-    run.steps = after.steps - before.steps
-    run.draft_s = after.draft_s - before.draft_s
-    run.forward_s = after.verify_s - before.verify_s
     return run
 
 

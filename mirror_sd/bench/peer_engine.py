@@ -9,13 +9,13 @@ from typing import Any
 import msgspec
 
 from mirror_sd import config as configuration
+from mirror_sd import draft_store, model_store
 from mirror_sd import engine as engines
 from mirror_sd.bench.decode import Run, joined, run_engine
 from mirror_sd.bench.peer_drivers.session import Timeline, peak_rss_mb, serve
 from mirror_sd.engine import Engine
-from mirror_sd.errors import InternalError
+from mirror_sd.errors import InternalError, ModelError
 from mirror_sd.messages import SamplingParams
-from mirror_sd.speculative.drafters import create as create_drafters
 
 # The same prompts come again each turn: their KV must not be found again. A `--set` comes later.
 _FIRST = ("engine.prefix_reuse=false",)
@@ -62,9 +62,24 @@ class EngineSession:
 
     def missing(self, drafters: Sequence[str]) -> dict[str, str]:
         """Which of these sources of drafts the engine does not have, and why."""
-        there = {"auto", *create_drafters(self._config.speculation)}
-        reason = "this engine has no such source of drafts"
-        return {drafter: reason for drafter in drafters if drafter not in there}
+        there = {"auto", *self._engine.draft_sources}
+        return {name: self._reason(name) for name in drafters if name not in there}
+
+    def _reason(self, drafter: str) -> str:
+        config = self._config
+        if not config.speculation.enabled:
+            return "speculation.enabled is false"
+        if drafter != "head":
+            return "this engine has no such source of drafts"
+        files = model_store.resolve(config.model.path)
+        path = draft_store.find(config, files, self._engine.device_class)
+        if path is None:
+            return f"no draft ships for {files.name}, or speculation.draft asks for none"
+        try:
+            draft_store.load(path, files)
+        except ModelError as error:
+            return error.message
+        return f"the {self._engine.capabilities.name} engine cannot draft with {path}"
 
     def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[Timeline]:
         """The contract of `peer_drivers.session.Driver`."""
@@ -159,6 +174,7 @@ class EngineSession:
 
 def _figures(run: Run) -> dict[str, Any]:
     rates = run.rates().row()
+    draft_ms, verify_ms = run.step_ms()
     return {
         "tok_s": rates["tok_s"],
         "ms_per_token": rates["ms_per_token"],
@@ -166,8 +182,8 @@ def _figures(run: Run) -> dict[str, Any]:
         "accepted_per_verify": run.accepted_per_verify(),
         "acceptance": run.acceptance(),
         "sources": run.sources(),
-        "draft_ms": round(1e3 * run.draft_s / run.steps, 3),
-        "verify_ms": round(1e3 * run.forward_s / run.steps, 3),
+        "draft_ms": draft_ms,
+        "verify_ms": verify_ms,
     }
 
 
