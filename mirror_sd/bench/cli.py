@@ -21,7 +21,7 @@ from mirror_sd.bench import (
     peers_command,
     plot,
     prompts,
-    quality,
+    quality_command,
     routing,
     serve,
 )
@@ -46,6 +46,7 @@ from mirror_sd.offline import load_tokenizer
 
 app = typer.Typer(no_args_is_help=True, help="Measure speed and exactness on this machine.")
 app.command("decode")(decode_command.command)
+app.command("quality")(quality_command.command)
 app.command("peers")(peers_command.peers)
 app.command("plot")(plot.command)
 app.command("memory")(memory.command)
@@ -114,37 +115,6 @@ def exactness_command(
     )
     described = {"machine": machine.describe(), "precision": engine.capabilities.precision}
     show(described | report, as_json)
-
-
-@app.command("quality")
-def quality_command(
-    dataset: Dataset = None,
-    limit: Limit = None,
-    max_tokens: MaxTokens = 64,
-    text_tokens: Annotated[
-        int, typer.Option(min=2, help="Most tokens read of each conversation's own text.")
-    ] = 512,
-    precision: Annotated[
-        list[str] | None,
-        typer.Option(help="Precisions, a comma list or repeated; default: the configured one."),
-    ] = None,
-    overrides: Overrides = None,
-    as_json: AsJson = False,
-) -> None:
-    """Distributions and greedy answers against the fp32 reference.
-
-    `answers` is teacher-forced on the reference's own answers, `text` on the conversations' text;
-    KL is of the reference from the run, in nats, and perplexity ratios are run / reference.
-    """
-    wanted = [word.strip() for text in precision or () for word in text.split(",") if word.strip()]
-    report = quality.report(
-        overrides or (),
-        wanted,
-        prompts.load(dataset, limit),
-        max_tokens=max_tokens,
-        text_tokens=text_tokens,
-    )
-    show({"machine": machine.describe()} | report, as_json)
 
 
 @app.command("http")

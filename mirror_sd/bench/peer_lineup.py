@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -137,6 +138,14 @@ def peers(
             )
         )
     return lineup
+
+
+def transformers_model(files: ModelFiles, threads: int, report: Callable[[str], None]) -> Path:
+    """The model as a directory that transformers reads with the interpreter of this process.
+
+    Raises `PeerFailed`.
+    """
+    return _Forms(files, Path(sys.executable), threads, report).path("transformers")
 
 
 def _probe(

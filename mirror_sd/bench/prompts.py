@@ -56,17 +56,17 @@ class Exchange:
 def load(dataset: Path | None, limit: int | None = None) -> list[Messages]:
     """The conversations as prompts: each without the answers that it ends with.
 
-    Raises `ConfigError` as `conversations` does, and for a conversation that nobody asks in.
+    Raises `ConfigError` as `conversations` does.
     """
-    chats = []
-    for number, chat in enumerate(conversations(dataset, limit), start=1):
-        asked = len(chat)
-        while asked and chat[asked - 1]["role"] == _ANSWERS:
-            asked -= 1
-        if not asked:
-            raise ConfigError(f"{dataset}: conversation {number} has nothing but answers")
-        chats.append(chat[:asked])
-    return chats
+    return [asked(chat) for chat in conversations(dataset, limit)]
+
+
+def asked(chat: Messages) -> Messages:
+    """A conversation without the answers that it ends with."""
+    end = len(chat)
+    while end and chat[end - 1]["role"] == _ANSWERS:
+        end -= 1
+    return chat[:end]
 
 
 def conversations(dataset: Path | None, limit: int | None = None) -> list[Messages]:
@@ -147,7 +147,7 @@ def _spoken(turn: Any) -> Any:
     if not isinstance(turn, Mapping):
         return turn
     speaker = turn.get("from")
-    if speaker not in _SPEAKERS:
+    if not isinstance(speaker, str) or speaker not in _SPEAKERS:
         allowed = ", ".join(_SPEAKERS)
         raise ValueError(f"a message is from {speaker!r}; it can be from {allowed}")
     return {"role": _SPEAKERS[speaker], "content": turn.get("value")}
@@ -160,6 +160,8 @@ def _checked(messages: list[Any]) -> Messages:
         for key in ("role", "content"):
             if not _is_text(message.get(key)):
                 raise ValueError(f"the `{key}` of a message is not text")
+    if all(message["role"] == _ANSWERS for message in messages):
+        raise ValueError("a conversation has nothing but answers")
     return messages
 
 

@@ -1,4 +1,4 @@
-"""`mirror-sd bench quality`: what a precision costs, against the same model in fp32.
+"""The distributions of `mirror-sd bench quality`: what a precision costs, against fp32.
 
 Distributions are compared under teacher forcing, on the reference's own greedy answers and on the
 text of the conversations; answers are compared as each back end gives them, greedy.
@@ -16,6 +16,7 @@ from mirror_sd import config as configuration
 from mirror_sd import engine as engines
 from mirror_sd.api.tokenizer import Tokenizer
 from mirror_sd.backends.protocol import Backend
+from mirror_sd.bench import prompts
 from mirror_sd.bench.decode import Prompt, greedy, run_engine
 from mirror_sd.bench.options import encode
 from mirror_sd.bench.prompts import Messages
@@ -63,7 +64,7 @@ def report(
     runs = measure(
         reference,
         others,
-        encode(tokenizer, chats),
+        encode(tokenizer, [prompts.asked(chat) for chat in chats]),
         [_text(tokenizer, chat)[:text_tokens] for chat in chats],
         max_tokens=max_tokens,
         stop=tokenizer.facts.eos_token_ids,
@@ -94,7 +95,7 @@ def _text(tokenizer: Tokenizer, chat: Messages) -> Prompt:
 def measure(
     reference: Subject,
     others: Sequence[Subject],
-    prompts: Sequence[Prompt],
+    asked: Sequence[Prompt],
     texts: Sequence[Prompt],
     *,
     max_tokens: int,
@@ -103,15 +104,15 @@ def measure(
 ) -> list[dict[str, Any]]:
     """One row for each of `others`.
 
-    `answers`: over the reference's own greedy answers to `prompts`. `text`: over `texts`, tokens
+    `answers`: over the reference's own greedy answers to `asked`. `text`: over `texts`, tokens
     that somebody wrote. `rouge_l` and `identical_answers`: the back end's greedy answers against
     the reference's, means over the prompts.
     """
-    expected = _answers(reference, prompts, max_tokens, stop)
-    found = [_answers(other, prompts, max_tokens, stop) for other in others]
+    expected = _answers(reference, asked, max_tokens, stop)
+    found = [_answers(other, asked, max_tokens, stop) for other in others]
     said = [
         Passage((*prompt, *answer), len(prompt))
-        for prompt, answer in zip(prompts, expected, strict=True)
+        for prompt, answer in zip(asked, expected, strict=True)
         if answer
     ]
     written = [Passage(text) for text in texts if len(text) > 1]
@@ -127,12 +128,12 @@ def measure(
 
 
 def _answers(
-    subject: Subject, prompts: Sequence[Prompt], max_tokens: int, stop: tuple[int, ...]
+    subject: Subject, asked: Sequence[Prompt], max_tokens: int, stop: tuple[int, ...]
 ) -> list[list[int]]:
     engine = subject.engine
     return run_engine(
         engine,
-        prompts,
+        asked,
         greedy(max_tokens, stop, speculation=False),
         concurrency=engine.slots,
         tag="quality",

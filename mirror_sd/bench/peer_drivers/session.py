@@ -49,7 +49,12 @@ class Session:
         self._driver: Driver | None = None
 
     def handlers(self) -> dict[str, Callable[..., Any]]:
-        return {"load": self.load, "generate": self.generate, "peak_rss_mb": peak_rss_mb}
+        return {
+            "load": self.load,
+            "generate": self.generate,
+            "tokens": self.tokens,
+            "peak_rss_mb": peak_rss_mb,
+        }
 
     def load(self, **options: Any) -> None:
         self._driver = self._load(**options)
@@ -58,6 +63,12 @@ class Session:
         if self._driver is None:
             raise RuntimeError("nothing is loaded")
         return self._driver.generate(prompts, max_tokens)
+
+    def tokens(self) -> list[list[int]]:
+        """The last answers, of a driver that keeps them."""
+        driver: Any = self._driver
+        found: list[list[int]] = driver.tokens
+        return found
 
 
 def serve(handlers: Mapping[str, Callable[..., Any]]) -> None:

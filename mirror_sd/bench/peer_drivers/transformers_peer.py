@@ -1,4 +1,4 @@
-"""transformers: `generate()` in bfloat16, plain or with its prompt lookup."""
+"""transformers: `generate()`, in bfloat16 unless told otherwise, plain or with its lookup."""
 
 from __future__ import annotations
 
@@ -11,10 +11,19 @@ from .session import Timeline
 
 
 class TransformersPeer:
-    """Several prompts are padded on the left into one batch; the next starts when all are done."""
+    """Several prompts are padded on the left into one batch; the next starts when all are done.
+
+    `tokens` are those of the last answers, the stop token included.
+    """
 
     def __init__(
-        self, model: str, threads: int, streams: int, stop: Sequence[int], lookup: int = 0
+        self,
+        model: str,
+        threads: int,
+        streams: int,
+        stop: Sequence[int],
+        lookup: int = 0,
+        dtype: str = "bfloat16",
     ) -> None:
         if lookup and streams > 1:
             raise ValueError("prompt lookup in transformers takes one sequence at a time")
@@ -22,15 +31,17 @@ class TransformersPeer:
         transformers: Any = importlib.import_module("transformers")
         self._torch.set_num_threads(threads)
         loaded = transformers.AutoModelForCausalLM.from_pretrained(
-            model, dtype=self._torch.bfloat16
+            model, dtype=getattr(self._torch, dtype)
         )
         self._model = loaded.eval()
+        self.tokens: list[list[int]] = []
         self._streams = streams
         self._stop = list(stop)
         self._options = {"prompt_lookup_num_tokens": lookup} if lookup else {}
 
     def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[Timeline]:
         answers: list[Timeline] = []
+        self.tokens = []
         for first in range(0, len(prompts), self._streams):
             answers += self._batch(prompts[first : first + self._streams], max_tokens)
         return answers
@@ -52,8 +63,9 @@ class TransformersPeer:
             streamer=clock,
             **self._options,
         )
-        rows = out[:, width:].tolist()
-        return [(start, clock.times[: self._length(row)]) for row in rows]
+        rows = [row[: self._length(row)] for row in out[:, width:].tolist()]
+        self.tokens += rows
+        return [(start, clock.times[: len(row)]) for row in rows]
 
     def _length(self, row: list[int]) -> int:
         ends = [index + 1 for index, token in enumerate(row) if token in self._stop]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -56,6 +58,20 @@ def test_every_run_has_the_same_fields(report):
         ("off", "bf16"),
     ]
     assert report["machine"]["cpu"] and report["concurrency"] == 2
+
+
+def documented() -> set[str]:
+    text = (Path(__file__).resolve().parents[3] / "docs/benchmarks.md").read_text(encoding="utf-8")
+    return set(re.findall(r"`(\w+)`", text))
+
+
+def test_every_key_is_documented(report, near_duplicate_report):
+    near, _ = near_duplicate_report
+    [sweep] = near["sweep"]
+    parts = [report, near, *report["runs"], *near["runs"], *near["drafters"], *near["unavailable"]]
+    parts += [sweep, sweep["best"], *sweep["grid"], near["runs"][0]["kinds"]["digit_change"]]
+    keys = {key for part in parts for key in part} - {"reason"}
+    assert keys - documented() == set()
 
 
 def test_drafts_change_no_token_and_figures_are_of_a_real_run(report):
