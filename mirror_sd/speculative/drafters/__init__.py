@@ -40,7 +40,14 @@ class Drafter(Protocol):
         when it is first asked for a draft, which may be never; `tokens` are not to be changed."""
         ...
 
-    def close(self, source: DraftSource | None, tokens: Sequence[int], *, tenant: str) -> None:
+    def close(
+        self,
+        source: DraftSource | None,
+        tokens: Sequence[int],
+        *,
+        tenant: str,
+        prompt_length: int,
+    ) -> None:
         """A sequence of that tenant ended with `tokens`, prompt included; `source` is None if it
         was never opened. `commit` may not have told it the last of them."""
         ...
@@ -52,11 +59,21 @@ def _lookup(config: SpeculationConfig) -> Drafter:
     return LookupDrafter(ngram_min=config.ngram_min, ngram_max=config.ngram_max)
 
 
-_REGISTRY: dict[str, Callable[[SpeculationConfig], Drafter]] = {"lookup": _lookup}
+def _history(config: SpeculationConfig) -> Drafter:
+    from mirror_sd.speculative.drafters.history import HistoryDrafter
+
+    return HistoryDrafter(tokens=config.history_tokens, tenants=config.history_tenants)
+
+
+_REGISTRY: dict[str, Callable[[SpeculationConfig], Drafter]] = {
+    "lookup": _lookup,
+    "history": _history,
+}
 
 
 def create(config: SpeculationConfig) -> Mapping[str, Drafter]:
     """The drafters that the configuration names, by name; all of them for auto."""
-    return {
-        name: make(config) for name, make in _REGISTRY.items() if config.drafter in ("auto", name)
-    }
+    names = [name for name in _REGISTRY if config.drafter in ("auto", name)]
+    if config.history_tokens == 0:
+        names = [name for name in names if name != "history"]
+    return {name: _REGISTRY[name](config) for name in names}
