@@ -120,3 +120,51 @@ class Decoder:
     def isa(self) -> str: ...
     @property
     def threads(self) -> int: ...
+
+class DraftHead:
+    """See mirror_sd.backends.native.native_draft. Keeps its target alive."""
+
+    def __init__(
+        self,
+        target: Decoder,
+        *,
+        feature_size: int,
+        token_ids: Int32,
+        intermediate_size: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        rms_eps: float,
+        frequencies: Float32,
+        cache: str,
+    ) -> None: ...
+    def set_matrix(
+        self,
+        role: str,
+        data: NDArray[np.uint8],
+        outputs: int,
+        inputs: int,
+        multiplier: float,
+        format: str,
+    ) -> None: ...
+    def set_vector(self, role: str, data: Float32) -> None: ...
+    def seal(self) -> None:
+        """After the last weight."""
+
+    def kv_bytes_per_block(self, block_size: int) -> int: ...
+    def allocate_kv(self, num_blocks: int, block_size: int) -> None: ...
+    def draft(
+        self,
+        token_ids: Int32,
+        positions: Int32,
+        sequence_offsets: Int32,
+        block_tables: tuple[Int32, ...],
+        features: Float32,
+        steps: Int32,
+        floors: Float32,
+        temperatures: Float32,
+        seeds: NDArray[np.uint64],
+        tokens: Int32,
+        probabilities: Float32,
+    ) -> None:
+        """Fills `tokens` and `probabilities` [S, at least the most steps]."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from mirror_sd.backends.protocol import RaggedBatch
+from mirror_sd.backends.protocol import DraftBatch, RaggedBatch
 
 
 def check(
@@ -34,6 +34,44 @@ def check(
         if len(table) < needed:
             raise ValueError(f"block table {index} has {len(table)} blocks, needs {needed}")
         _check_range(f"block of table {index}", table[:needed], num_blocks)
+
+
+def check_draft(
+    batch: DraftBatch,
+    *,
+    vocab_size: int,
+    max_context: int,
+    num_blocks: int,
+    block_size: int,
+    feature_size: int,
+) -> None:
+    """As `check`, of what a draft head takes in."""
+    check(
+        RaggedBatch(
+            token_ids=batch.token_ids,
+            positions=batch.positions,
+            sequence_offsets=batch.sequence_offsets,
+            block_tables=batch.block_tables,
+            logit_rows=np.empty(0, np.int32),
+        ),
+        vocab_size=vocab_size,
+        max_context=max_context,
+        num_blocks=num_blocks,
+        block_size=block_size,
+    )
+    if batch.features.shape != (len(batch.token_ids), feature_size):
+        raise ValueError(f"features {list(batch.features.shape)}, {feature_size} wanted a token")
+    for name in ("steps", "floors", "temperatures", "seeds"):
+        if getattr(batch, name).shape != (len(batch.block_tables),):
+            raise ValueError(f"{name} has another length than the block tables")
+    lasts = batch.positions[batch.sequence_offsets[1:] - 1]
+    for index, (last, steps) in enumerate(zip(lasts, batch.steps, strict=True)):
+        end, table = int(last) + max(int(steps) - 1, 0), batch.block_tables[index]
+        if steps < 0 or end >= max_context:
+            raise ValueError(f"{steps} steps after position {last} in a context of {max_context}")
+        if len(table) <= end // block_size:
+            raise ValueError(f"block table {index} does not reach position {end}")
+        _check_range(f"block of table {index}", table[: end // block_size + 1], num_blocks)
 
 
 def _check_offsets(batch: RaggedBatch, tokens: int) -> None:

@@ -57,6 +57,15 @@ class TorchBackend:
     def capabilities(self) -> Capabilities:
         return self._capabilities
 
+    @property
+    def decoder(self) -> TorchDecoder:
+        """For a draft head, which looks tokens up in its embedding."""
+        return self._decoder
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
     def kv_bytes_per_block(self, block_size: int) -> int:
         spec = self._decoder.spec
         per_token = 2 * spec.kv_size * spec.num_layers * self._decoder.kv_dtype.itemsize

@@ -52,6 +52,10 @@ class TorchDecoder:
         self._head = pack(weights.matrix(head, self._head_dtype))
         self._cosines, self._sines = _rotary_tables(self.spec, device)
 
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """[T, hidden] in fp32."""
+        return self._embedding.index_select(0, token_ids).float()
+
     def forward(
         self,
         plan: Plan,
@@ -66,7 +70,7 @@ class TorchDecoder:
         """
         cosines = self._cosines.index_select(0, plan.positions)[:, None]
         sines = self._sines.index_select(0, plan.positions)[:, None]
-        x = self._embedding.index_select(0, plan.token_ids).float()
+        x = self.embed(plan.token_ids)
         for number, (layer, layer_cache) in enumerate(
             zip(self._layers[:layers], cache, strict=False), start=1
         ):

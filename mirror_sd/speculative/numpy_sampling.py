@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from mirror_sd.backends.protocol import Float32
 from mirror_sd.messages import SamplingParams, TokenLogprob
-from mirror_sd.speculative.philox import MAX_GUMBEL, gumbel
+from mirror_sd.philox import MAX_GUMBEL, gumbel
 from mirror_sd.speculative.sampling import GREEDY_BELOW, InvalidLogits, Judgement
 
 Float64 = NDArray[np.float64]

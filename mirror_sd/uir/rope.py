@@ -17,12 +17,21 @@ from mirror_sd.uir.model_spec import ModelSpec, RopeScaling
 Float32 = NDArray[np.float32]
 
 
+def plain_frequencies(theta: float, head_dim: int) -> Float32:
+    """[head_dim / 2] radians per position, without scaling."""
+    return np.divide(1.0, _periods(theta, head_dim), dtype=np.float32)
+
+
+def _periods(theta: float, head_dim: int) -> Float32:
+    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    # The power in float64: numpy's own in float32 is an ulp off, an angle of 1e-4 at 4,000 tokens.
+    return np.power(np.float64(theta), exponents.astype(np.float64)).astype(np.float32)
+
+
 def inverse_frequencies(spec: ModelSpec) -> tuple[Float32, float]:
     """([head_dim / 2] radians per position, the factor that cosines and sines are scaled by)."""
-    exponents = np.arange(0, spec.head_dim, 2, dtype=np.float32) / np.float32(spec.head_dim)
-    # The power in float64: numpy's own in float32 is an ulp off, an angle of 1e-4 at 4,000 tokens.
-    periods = np.power(np.float64(spec.rope_theta), exponents.astype(np.float64)).astype(np.float32)
-    plain: Float32 = np.divide(1.0, periods, dtype=np.float32)
+    periods = _periods(spec.rope_theta, spec.head_dim)
+    plain = plain_frequencies(spec.rope_theta, spec.head_dim)
     scaling = spec.rope_scaling
     if scaling is None:
         return plain, 1.0

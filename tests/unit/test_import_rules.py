@@ -17,9 +17,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-FOUNDATIONS = frozenset(
-    f"mirror_sd.{name}" for name in ("errors", "config", "run_dir", "telemetry", "messages")
-)
+_FOUNDATIONS = ("errors", "config", "run_dir", "telemetry", "messages", "philox")
+FOUNDATIONS = frozenset(f"mirror_sd.{name}" for name in _FOUNDATIONS)
 
 
 @dataclass(frozen=True)

@@ -77,6 +77,15 @@ class NativeBackend:
     def capabilities(self) -> Capabilities:
         return self._capabilities
 
+    @property
+    def decoder(self) -> _native.Decoder:
+        """For a draft head, which shares its threads."""
+        return self._decoder
+
+    @property
+    def threads(self) -> int:
+        return self._decoder.threads
+
     def kv_bytes_per_block(self, block_size: int) -> int:
         return self._decoder.kv_bytes_per_block(block_size)
 
@@ -115,17 +124,22 @@ class NativeBackend:
         return self._features[: self._tokens]
 
 
-def _make_decoder(program: Program, threads: int, isa: str) -> _native.Decoder:
-    spec = program.spec
-    shared = spec.num_heads // spec.num_kv_heads
+def check_heads(num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+    """Raises `UnsupportedModel` for attention heads beyond the kernels' limits."""
+    shared = num_heads // num_kv_heads
     if shared > _MOST_SHARED:
         raise UnsupportedModel(
             f"{shared} query heads share a KV head; the native engine takes {_MOST_SHARED}"
         )
-    if spec.head_dim > _WIDEST_HEAD:
+    if head_dim > _WIDEST_HEAD:
         raise UnsupportedModel(
-            f"attention heads of {spec.head_dim}; the native engine takes {_WIDEST_HEAD}"
+            f"attention heads of {head_dim}; the native engine takes {_WIDEST_HEAD}"
         )
+
+
+def _make_decoder(program: Program, threads: int, isa: str) -> _native.Decoder:
+    spec = program.spec
+    check_heads(spec.num_heads, spec.num_kv_heads, spec.head_dim)
     frequencies, scale = inverse_frequencies(spec)
     return _native.Decoder(
         vocab_size=spec.vocab_size,

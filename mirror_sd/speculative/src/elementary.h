@@ -102,7 +102,7 @@ static inline double gumbel_of(uint32_t word) {
     return -log_of_positive(-log_of_positive(u));
 }
 
-// The noise of one cell; see mirror_sd/speculative/philox.py.
+// The noise of one cell; see mirror_sd/philox.py.
 static inline double gumbel(PhiloxKey key, uint32_t position, uint32_t token) {
     const uint32_t counter[4] = {position, token / 4, 0, 0};
     uint32_t words[4];
