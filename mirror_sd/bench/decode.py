@@ -18,8 +18,8 @@ Prompt = tuple[int, ...]
 @dataclass(slots=True)
 class Run:
     """Per prompt, in order: its tokens (a stop token left out), its times. Their usages, as they
-    ended. Of the `steps` in which all wrote and no prompt was read: seconds of all, and of drafting
-    in them."""
+    ended. Of the `steps` in which all wrote and no prompt was read: their tokens, the seconds of
+    all, and of drafting in them."""
 
     streams: int
     tokens: list[list[int]] = field(default_factory=list)
@@ -27,6 +27,7 @@ class Run:
     times: list[list[float]] = field(default_factory=list)
     usages: list[SequenceUsage] = field(default_factory=list)
     steps: int = 0
+    step_tokens: int = 0
     step_s: float = 0.0
     draft_s: float = 0.0
 
@@ -54,6 +55,10 @@ class Run:
         accepted = sum(usage.accepted_tokens for usage in self.usages)
         return round(accepted / drafted, 3) if drafted else None
 
+    def decode_tok_s(self) -> float | None:
+        """Tokens a second of the steps that only wrote; None where there is no such step."""
+        return round(self.step_tokens / self.step_s, 1) if self.steps else None
+
     def step_ms(self) -> tuple[float | None, float | None]:
         """Milliseconds of a step spent on drafting, and on all else: the forward, the choice of
         tokens. None where no step only wrote."""
@@ -79,6 +84,7 @@ def joined(runs: Iterable[Run]) -> Run:
         for name in ("tokens", "starts", "times", "usages"):
             getattr(whole, name).extend(getattr(run, name))
         whole.steps += run.steps
+        whole.step_tokens += run.step_tokens
         whole.step_s += run.step_s
         whole.draft_s += run.draft_s
     return whole
@@ -133,9 +139,17 @@ def run_engine(
             run.steps += 1
             run.step_s += now - begin
             run.draft_s += engine.stats().draft_s - before_s
+            run.step_tokens += sum(_tokens(output) for output in outputs)
         for output in outputs:
             live -= _note(run, output, now)
     return run
+
+
+def _tokens(output: Chunk | Finished | Failed) -> int:
+    """How many tokens it brings; a stop token is one."""
+    if isinstance(output, Chunk):
+        return len(output.tokens)
+    return int(isinstance(output, Finished) and output.reason == "stop")
 
 
 def _note(run: Run, output: Chunk | Finished | Failed, now: float) -> bool:

@@ -32,6 +32,8 @@ _SHOWN = (
     "drafter",
     "tok_s",
     "speedup",
+    "decode_tok_s",
+    "decode_speedup",
     "accepted_per_verify",
     "acceptance",
     "draft_ms",
@@ -142,10 +144,10 @@ def _show(report: dict[str, Any], as_json: bool) -> None:
         kinds = [{"kind": kind, **figures} for kind, figures in row.get("kinds", {}).items()]
         if kinds:
             typer.echo(f"\n{row['precision']} {row['drafter']}")
-            typer.echo(table(kinds, ("kind", *_SHOWN[2:8])))
+            typer.echo(table(kinds, ("kind", *_SHOWN[2:-1])))
     for sweep in report.get("sweep", ()):
         best = sweep["best"]
-        typer.echo("\n" + table(sweep["grid"], ("source", "length", *_SHOWN[2:8])))
+        typer.echo("\n" + table(sweep["grid"], ("source", "length", *_SHOWN[2:-1])))
         typer.echo(
             f"{sweep['precision']}: the best is {best['source']} {best['length']};"
             f" auto runs at {sweep['auto_over_best']} of its speed"

@@ -12,6 +12,7 @@ Row = dict[str, Any]
 
 _MEANS = {
     "tok_s": 1,
+    "decode_tok_s": 1,
     "ms_per_token": 3,
     "accepted_per_verify": 3,
     "acceptance": 3,
@@ -22,8 +23,8 @@ _MEANS = {
 
 def compare(rows: Sequence[Row]) -> None:
     """Take the tokens out of the rows and put in what they tell: `identical_to_plain`, against the
-    first run without drafts in that precision, and `speedup` over that of the same turn, for each
-    kind of near-duplicate too. Both are None where nothing ran without drafts."""
+    first run without drafts in that precision, and `speedup` and `decode_speedup` over that of the
+    same turn, for each kind of near-duplicate too. None where nothing ran without drafts."""
     plain: dict[str, Any] = {}
     base: dict[tuple[str, int], Row] = {}
     for row in rows:
@@ -34,10 +35,14 @@ def compare(rows: Sequence[Row]) -> None:
         answers, expected = row.pop("answers"), plain.get(row["precision"])
         row["identical_to_plain"] = None if expected is None else answers == expected
         off = base.get((row["precision"], row["round"]), {})
-        row["speedup"] = _ratio(row["tok_s"], off.get("tok_s"))
+        _add_speedups(row, off)
         for kind, figures in row.get("kinds", {}).items():
-            theirs = off.get("kinds", {}).get(kind, {})
-            figures["speedup"] = _ratio(figures["tok_s"], theirs.get("tok_s"))
+            _add_speedups(figures, off.get("kinds", {}).get(kind, {}))
+
+
+def _add_speedups(figures: Row, off: Row) -> None:
+    for name, speed in (("speedup", "tok_s"), ("decode_speedup", "decode_tok_s")):
+        figures[name] = _ratio(figures[speed], off.get(speed))
 
 
 def by_drafter(rows: Sequence[Row]) -> list[Row]:
@@ -92,9 +97,10 @@ def _mean(group: Sequence[Row]) -> Row:
         name: None if (mean := _average([row[name] for row in group])) is None else round(mean, n)
         for name, n in _MEANS.items()
     }
-    speedups = [row["speedup"] for row in group if row["speedup"] is not None]
-    figures["speedup"] = round(statistics.fmean(speedups), 3) if speedups else None
-    figures["speedup_range"] = [min(speedups), max(speedups)] if speedups else None
+    for name in ("speedup", "decode_speedup"):
+        found = [row[name] for row in group if row[name] is not None]
+        figures[name] = round(statistics.fmean(found), 3) if found else None
+        figures[f"{name}_range"] = [min(found), max(found)] if found else None
     if "identical_to_plain" in group[0]:
         said = [row["identical_to_plain"] for row in group]
         figures["identical_to_plain"] = None if None in said else all(said)

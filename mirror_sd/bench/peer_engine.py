@@ -177,6 +177,7 @@ def _figures(run: Run) -> dict[str, Any]:
     draft_ms, verify_ms = run.step_ms()
     return {
         "tok_s": rates["tok_s"],
+        "decode_tok_s": run.decode_tok_s(),
         "ms_per_token": rates["ms_per_token"],
         "ttft_ms": rates["ttft_ms"],
         "accepted_per_verify": run.accepted_per_verify(),

@@ -31,7 +31,7 @@ def draw(report: dict[str, Any], out: Path) -> None:
         labels=[f"{row['rouge_l']:.4f} ({100 * row['difference']:+.2f} points)" for row in rows],
         errors=[row["difference_error"] or 0.0 for row in rows],
     )
-    axes[0].margins(x=0.45)
+    axes[0].margins(x=0.6)
     axes[0].set_xlabel("ROUGE-L; whiskers: standard error of the difference")
     drawing.bars(
         axes[1],
@@ -40,7 +40,7 @@ def draw(report: dict[str, Any], out: Path) -> None:
         colours=colours,
         labels=[f"{row['tok_s']} ({row['ms_per_token']} ms a token)" for row in rows],
     )
-    axes[1].margins(x=0.45)
+    axes[1].margins(x=0.6)
     axes[1].set_xlabel("tokens per second, one stream")
     figure.suptitle(
         f"{report['model']}, {report['rouge']['references']} references, greedy:"

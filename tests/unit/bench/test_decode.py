@@ -30,6 +30,8 @@ FIELDS = {
     "acceptance",
     "sources",
     "speedup",
+    "decode_tok_s",
+    "decode_speedup",
     "draft_ms",
     "verify_ms",
     "ttft_ms",
@@ -129,6 +131,21 @@ def test_a_stop_token_costs_time_and_counts_but_is_not_in_the_answer():
     assert run.accepted_per_verify() == 1
 
 
+def test_only_steps_without_prompts_to_read_count_as_decoding():
+    clock = iter(range(10_000))
+    run = run_engine(
+        engine_on(HashTarget()),
+        [tuple(range(1, 40)), (5, 6)],  # the first takes three forwards to read
+        greedy(6, (), speculation=False),
+        concurrency=2,
+        clock=lambda: float(next(clock)),
+    )
+    assert sum(map(len, run.tokens)) == 12
+    # Until the first has its first token, the second gets up to three; then each step gives two.
+    assert run.steps == 5 and run.step_tokens < 12 and run.step_s == 5.0
+    assert run.decode_tok_s() == run.step_tokens / 5
+
+
 def test_each_prompt_has_a_seed_of_its_own():
     params = msgspec.structs.replace(greedy(12, (), speculation=False), temperature=1.0)
     run = run_engine(engine_on(HashTarget()), [(1, 2, 3)] * 3, params, concurrency=3)
@@ -206,7 +223,7 @@ def row(round_: int, drafter: str, tok_s: float, **more: object) -> dict[str, ob
     figures = dict.fromkeys(
         ("ms_per_token", "accepted_per_verify", "acceptance", "draft_ms", "verify_ms")
     )
-    common = {"precision": "int8", "tok_s": tok_s, "answers": [[1]]}
+    common = {"precision": "int8", "tok_s": tok_s, "decode_tok_s": tok_s, "answers": [[1]]}
     return {"round": round_, "drafter": drafter, **common, **figures, **more}
 
 
