@@ -60,7 +60,8 @@ def by_drafter(rows: Sequence[Row]) -> list[Row]:
 
 def sweep(rows: Sequence[Row], cells: Sequence[Row]) -> list[Row]:
     """For each precision: the means of each fixed source and length (`grid`), the best of them and
-    of no draft at all, and the speed of `auto` by that of the best, over all turns and in each."""
+    of no draft at all, and the speed of `auto` by that of the best, in each turn and their median.
+    """
     plain = [row | {"source": OFF, "length": 0} for row in rows if row["drafter"] == OFF]
     found = []
     for (precision,), own in _groups([*plain, *cells], ("precision",)).items():
@@ -69,12 +70,14 @@ def sweep(rows: Sequence[Row], cells: Sequence[Row]) -> list[Row]:
         best = max(speeds, key=lambda fixed: _average(speeds[fixed]) or 0.0)
         is_auto = {"precision": precision, "drafter": AUTO}
         auto = [row["tok_s"] for row in rows if is_auto.items() <= row.items()]
+        by_round = [_ratio(a, b) for a, b in zip(auto, speeds[best], strict=False)]
+        known = [ratio for ratio in by_round if ratio is not None]
         found.append(
             {
                 "precision": precision,
                 "best": {"source": best[0], "length": best[1], **_mean(groups[best])},
-                "auto_over_best": _ratio(_average(auto), _average(speeds[best])),
-                "by_round": [_ratio(a, b) for a, b in zip(auto, speeds[best], strict=False)],
+                "auto_over_best": round(statistics.median(known), 3) if known else None,
+                "by_round": by_round,
                 "grid": [
                     {"source": source, "length": length, **_mean(group)}
                     for (source, length), group in groups.items()
@@ -92,14 +95,15 @@ def _groups(rows: Iterable[Row], keys: Sequence[str]) -> dict[tuple[Any, ...], l
 
 
 def _mean(group: Sequence[Row]) -> Row:
-    """Means of what the rows measured; the extremes of their speed-ups."""
+    """Means of what the rows measured; of speed-ups the median, which one bad turn does not move,
+    and the extremes."""
     figures: Row = {
         name: None if (mean := _average([row[name] for row in group])) is None else round(mean, n)
         for name, n in _MEANS.items()
     }
     for name in ("speedup", "decode_speedup"):
         found = [row[name] for row in group if row[name] is not None]
-        figures[name] = round(statistics.fmean(found), 3) if found else None
+        figures[name] = round(statistics.median(found), 3) if found else None
         figures[f"{name}_range"] = [min(found), max(found)] if found else None
     if "identical_to_plain" in group[0]:
         said = [row["identical_to_plain"] for row in group]
