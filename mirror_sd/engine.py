@@ -162,11 +162,12 @@ class Engine:
         share = 2 if submit.degrade_level >= _SHORTER_DRAFTS_LEVEL else 1
         longest = rule.max_tokens // share
         return SequenceDrafts(
-            {name: d for name, d in self._drafters.items() if only in ("auto", name)},
+            self._drafters,
             tokens,
             tenant=submit.tenant,
             prompt_length=len(submit.prompt),
             longest=min(longest, params.draft_tokens) if params.draft_tokens > 0 else longest,
+            only=only,
             window=None if rule.length == "bandit" else self._window(share),
             uses_head=only in ("auto", "head"),
             takes_hints=only == "auto",
@@ -233,6 +234,9 @@ class Engine:
         for sequence in self._loop.running:
             if sequence.request_id == request_id:
                 self._loop.retire(sequence)
+                if sequence.drafts is not None:
+                    # Cut at a stop string or by a client that left, it is an answer like others.
+                    sequence.drafts.close()
                 return
         for sequence in self._waiting:
             if sequence.request_id == request_id:

@@ -17,7 +17,8 @@ class SequenceDrafts:
     asked last, so that a sequence that is never drafted for costs nothing.
 
     `tokens`: the sequence's own list, which grows; `prompt_length` of them are its prompt.
-    `longest`: most tokens of a draft. `window`: the rule of the draft length, None where it is
+    `only`: the one drafter to ask, or auto; all are told how it ended. `longest`: most tokens of a
+    draft. `window`: the rule of the draft length, None where it is
     learned over all sequences. `uses_head`: the draft head may be asked as well.
     """
 
@@ -29,6 +30,7 @@ class SequenceDrafts:
         tenant: str,
         prompt_length: int,
         longest: int,
+        only: str = "auto",
         window: WindowController | None = None,
         uses_head: bool = True,
         takes_hints: bool = True,
@@ -38,6 +40,7 @@ class SequenceDrafts:
         self._tokens = tokens
         self._tenant = tenant
         self._prompt_length = prompt_length
+        self._only = only
         self._longest = longest
         self._window = window
         self._takes_hints = takes_hints
@@ -66,7 +69,7 @@ class SequenceDrafts:
 
     def sources(self) -> list[DraftSource]:
         """All sources but the head, up to date, the hint first."""
-        if not self._opened and self._drafters:
+        if not self._opened:
             self._open()
         length = len(self._tokens)
         if self._seen < length:
@@ -81,9 +84,10 @@ class SequenceDrafts:
 
     def _open(self) -> None:
         for name, drafter in self._drafters.items():
-            self._opened[name] = drafter.open(
-                self._tokens, tenant=self._tenant, prompt_length=self._prompt_length
-            )
+            if self._only in ("auto", name):
+                self._opened[name] = drafter.open(
+                    self._tokens, tenant=self._tenant, prompt_length=self._prompt_length
+                )
         self._seen = len(self._tokens)
 
     def _tell_hint(self, hint: HintSource) -> None:
@@ -112,7 +116,7 @@ class SequenceDrafts:
         return self._repetition.observe(draft[:accepted])
 
     def close(self) -> None:
-        """The sequence has ended."""
+        """The sequence has ended, or was dropped."""
         for name, drafter in self._drafters.items():
             drafter.close(
                 self._opened.get(name),

@@ -16,7 +16,7 @@ from mirror_sd.speculative import drafters
 from mirror_sd.speculative.drafters import STRENGTHS
 from mirror_sd.speculative.drafters.history import HistoryDrafter
 from tests.unit.speculative.hash_target import HashTarget
-from tests.unit.speculative.test_engine import run, solo, submit
+from tests.unit.speculative.test_engine import free_time, run, solo, submit
 
 PROMPT = [900, 901, 902, 903, 904]
 
@@ -232,10 +232,11 @@ def make_engine(**more):
     return Engine(
         HashTarget(memory=3),
         EngineConfig(block_size=4, kv_cache_mb=64, prefill_chunk=16),
-        SpeculationConfig(drafter="history", **more),
+        SpeculationConfig(**({"drafter": "history"} | more)),
         model_name="m",
         device_class="cpu",
         slots=16,
+        clock=free_time,
     )
 
 
@@ -255,6 +256,38 @@ def test_a_repeated_request_is_drafted_from_its_first_answer_and_another_tenants
     assert tokens["2"] == tokens["3"] == solo(first, memory=3)
     assert ends["2"].usage.accepted_tokens > 60
     assert ends["3"].usage.drafted_tokens == 0, "neither from a's past nor from a's running one"
+
+
+def repeated_after(first, then, **more):
+    """Usage of the same request again, after `first` was brought to an end by `then`."""
+    engine = make_engine(**more)
+    engine.add(first)
+    then(engine)
+    _, ends = run(engine, [submit("again", prompt=first.prompt, max_tokens=60)])
+    return ends["again"].usage
+
+
+def steps(engine, count=1000):
+    while engine.has_work and count:
+        engine.step()
+        count -= 1
+
+
+def test_an_answer_that_was_cut_by_a_stop_string_is_drafted_from_as_well():
+    first = submit("1", prompt=(1, 2, 3, 4), max_tokens=60)
+
+    def cut(engine):
+        steps(engine, 30)
+        engine.abort("1")
+
+    assert 15 < repeated_after(first, cut).accepted_tokens < 40
+
+
+def test_what_is_drafted_from_elsewhere_is_kept_too_and_what_wants_no_drafts_is_not():
+    elsewhere = submit("1", prompt=(1, 2, 3, 4), max_tokens=60, draft_source="lookup")
+    assert repeated_after(elsewhere, steps, drafter="auto").accepted_tokens > 30
+    plain = submit("1", prompt=(1, 2, 3, 4), max_tokens=60, speculation=False)
+    assert repeated_after(plain, steps).drafted_tokens == 0
 
 
 @settings(max_examples=30, deadline=None)
