@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Self
 
-from mirror_sd.errors import SetupError
+from mirror_sd.errors import InternalError, SetupError
 
 _END = b"\r\n0\r\n\r\n"
 _TAIL_BYTES = 2048
@@ -41,7 +41,8 @@ class Exchange:
     """A request and its answer. Times are seconds of `time.perf_counter`; `ended` stays None where
     no whole answer came, `is_broken` tells that the server closed the connection. `texts` are the
     times at which pieces of text came, and how many events were in each; `tail` is the end of the
-    answer."""
+    answer, `pieces` all of it as it was read, where the client keeps that instead of looking for
+    text."""
 
     label: str
     due: float
@@ -51,6 +52,7 @@ class Exchange:
     texts: list[tuple[float, int]] = field(default_factory=list)
     tail: bytes = b""
     is_broken: bool = False
+    pieces: list[tuple[float, bytes]] | None = None
 
     @property
     def first(self) -> float | None:
@@ -94,6 +96,8 @@ class _Connection:
 
     def take(self, exchange: Exchange, piece: bytes, now: float) -> bool:
         """Look at what was read; whether the answer is complete."""
+        if exchange.pieces is not None:
+            exchange.pieces.append((now, piece))
         if self.head is not None:
             self.head += piece
             head, blank, piece = self.head.partition(b"\r\n\r\n")
@@ -105,8 +109,7 @@ class _Connection:
             self.left -= len(piece)
             exchange.tail += piece
             return self.left <= 0
-        events = len(_TEXT.findall(piece))
-        if events:
+        if exchange.pieces is None and (events := len(_TEXT.findall(piece))):
             exchange.texts.append((now, events))
         exchange.tail = (exchange.tail + piece)[-_TAIL_BYTES:]
         return exchange.tail.endswith(_END)
@@ -119,10 +122,14 @@ class _Connection:
 
 
 class LoadClient:
-    """Talks to 127.0.0.1:`port`; use it as a context. Connections are opened as they are needed."""
+    """Talks to 127.0.0.1:`port`; use it as a context. Connections are opened as they are needed.
 
-    def __init__(self, port: int) -> None:
+    `keeps_pieces`: its exchanges have `pieces` and no `texts`, which costs less while it reads.
+    """
+
+    def __init__(self, port: int, *, keeps_pieces: bool = False) -> None:
         self._port = port
+        self._keeps_pieces = keeps_pieces
         self._epoll = select.epoll()
         self._connections: dict[int, _Connection] = {}
         self._idle: list[_Connection] = []
@@ -179,12 +186,41 @@ class LoadClient:
                 break
         return self._done
 
+    def run_all(
+        self, payloads: Sequence[bytes], connections: int, silence_s: float
+    ) -> list[Exchange]:
+        """Answer all, so many at once; in the order of the payloads.
+
+        Raises `SetupError` where no connection can be opened, `InternalError` where nothing comes
+        for `silence_s`, or an answer is not a whole one of status 200.
+        """
+        self._done = []
+        sent: list[Exchange] = []
+        heard = time.perf_counter()
+        while len(self._done) < len(payloads):
+            while self._busy() < connections and len(sent) < len(payloads):
+                sent.append(self._send(payloads[len(sent)], "", time.perf_counter()))
+            if self._receive(1.0):
+                heard = time.perf_counter()
+            elif time.perf_counter() - heard > silence_s:
+                raise InternalError(f"the server was silent for {silence_s:.0f} s")
+            for exchange in self._done:
+                if exchange.is_broken:
+                    raise InternalError("the server closed a connection")
+                if exchange.status != 200:
+                    answer = exchange.tail[:600].decode(errors="replace")
+                    raise InternalError(f"the server answered {exchange.status}: {answer!r}")
+        return sent
+
     def _busy(self) -> int:
         return len(self._connections) - len(self._idle)
 
-    def _send(self, payload: bytes, label: str, due: float) -> None:
+    def _send(self, payload: bytes, label: str, due: float) -> Exchange:
         connection = self._idle.pop() if self._idle else self._open()
-        connection.send(Exchange(label, due, time.perf_counter()), payload)
+        pieces: list[tuple[float, bytes]] | None = [] if self._keeps_pieces else None
+        exchange = Exchange(label, due, time.perf_counter(), pieces=pieces)
+        connection.send(exchange, payload)
+        return exchange
 
     def _open(self) -> _Connection:
         try:
@@ -195,12 +231,15 @@ class LoadClient:
         self._epoll.register(connection.socket.fileno(), select.EPOLLIN)
         return connection
 
-    def _receive(self, timeout_s: float) -> None:
+    def _receive(self, timeout_s: float) -> bool:
+        """Read what comes in that time; whether anything did."""
         # epoll's own timeout is in whole milliseconds.
         if timeout_s > 0 and not select.select((self._epoll,), (), (), timeout_s)[0]:
-            return
-        for number, _ in self._epoll.poll(0):
+            return False
+        ready = self._epoll.poll(0)
+        for number, _ in ready:
             self._read(number, self._connections[number])
+        return bool(ready)
 
     def _read(self, number: int, connection: _Connection) -> None:
         piece = b""

@@ -19,7 +19,7 @@ from mirror_sd.bench import machine, prompts
 from mirror_sd.bench.options import AsJson, Dataset, Limit, MaxTokens, Rounds, encode, show
 from mirror_sd.bench.peer_process import PeerProcess, engine_command
 from mirror_sd.bench.prompts import Messages
-from mirror_sd.bench.serve_load import LoadGenerator, Reply, chat_body
+from mirror_sd.bench.serve_load import Reply, chat_body, stream
 from mirror_sd.bench.serve_stack import RunningStack, measured
 from mirror_sd.bench.token_times import rates
 from mirror_sd.model_store import resolve
@@ -139,8 +139,7 @@ class ServeBench:
             chat_body(self._model, chat, max_tokens=max_tokens, speculation=self._drafts)
             for chat in chats
         ]
-        with LoadGenerator(self._port, self._clients) as load:
-            return load.run(bodies)
+        return stream(self._port, bodies, self._clients)
 
     def _run_engine(
         self, engine: PeerProcess, chats: Sequence[Messages], max_tokens: int

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mirror_sd.bench.serve import ratios
-from mirror_sd.bench.serve_load import LoadGenerator, chat_body, read_reply
+from mirror_sd.bench.serve_load import chat_body, read_reply, stream
 from mirror_sd.bench.serve_stack import RunningStack
 from mirror_sd.errors import InternalError, SetupError
 from tests.unit.bench.small_server import listening
@@ -106,8 +106,8 @@ def test_clients_keep_their_connections_and_replies_keep_the_order_of_their_requ
     whole = response(events(["x"], "length", 1))
     body = chat_body("m", [{"role": "user", "content": "hi"}], max_tokens=4, speculation=False)
     assert json.loads(body)["speculation"] == "off"
-    with server([whole] * 7) as port, LoadGenerator(port, 3) as load:
-        replies = load.run([body] * 7)
+    with server([whole] * 7) as port:
+        replies = stream(port, [body] * 7, clients=3)
     assert [reply.text for reply in replies] == ["x"] * 7
     starts = [reply.answer.start for reply in replies]
     assert starts == sorted(starts)
@@ -117,29 +117,22 @@ def test_clients_keep_their_connections_and_replies_keep_the_order_of_their_requ
 def test_the_api_key_of_the_environment_is_shown_to_the_stack(monkeypatch):
     monkeypatch.setenv("MIRROR_SD_API_KEY", "msd-mine")
     heads = []
-    with (
-        server([response(events(["x"], "length", 1))], heads) as port,
-        LoadGenerator(port, 1) as load,
-    ):
-        load.run([b"{}"])
+    with server([response(events(["x"], "length", 1))], heads) as port:
+        stream(port, [b"{}"], clients=1)
     assert b"\r\nAuthorization: Bearer msd-mine\r\n" in heads[0]
 
 
 def test_a_refusal_is_shown():
     refusal = b"HTTP/1.1 429 Too Many Requests\r\nContent-Length: 4\r\n\r\nfull"
-    with (
-        server([refusal]) as port,
-        LoadGenerator(port, 1) as load,
-        pytest.raises(InternalError, match="429"),
-    ):
-        load.run([b"{}"])
+    with server([refusal]) as port, pytest.raises(InternalError, match=r"429.*full"):
+        stream(port, [b"{}"], clients=1)
 
 
 def test_nobody_there_is_told_in_a_sentence(tmp_path, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     with pytest.raises(SetupError, match=f"no stack answers on port {port}"):
-        LoadGenerator(port, 1)
+        stream(port, [b"{}"], clients=1)
     monkeypatch.setenv("MIRROR_SD_RUN_DIR", str(tmp_path))
     with pytest.raises(SetupError, match=f"no stack runs on port {port}"):
         RunningStack(port)
