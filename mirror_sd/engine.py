@@ -9,20 +9,21 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-import os
 import time
 from collections import deque
 from collections.abc import Callable
 
 from mirror_sd.backends.protocol import Backend, Capabilities, DraftHead
-from mirror_sd.config import Config, EngineConfig, PoolConfig, SpeculationConfig
+from mirror_sd.config import Config, EngineConfig, SpeculationConfig
+from mirror_sd.engine_backend import create_backend
 from mirror_sd.engine_metrics import EngineMetrics
 from mirror_sd.engine_stats import EngineStats
-from mirror_sd.errors import ConfigError, ContextLengthExceeded, InvalidRequest
+from mirror_sd.errors import ContextLengthExceeded, InvalidRequest
 from mirror_sd.memory.block_pool import BlockPool
 from mirror_sd.memory.prefix_cache import PrefixCache
 from mirror_sd.messages import Chunk, DeviceHealth, Finished, SequenceUsage, Submit
 from mirror_sd.speculative import drafters
+from mirror_sd.speculative.calibration import calibrate
 from mirror_sd.speculative.decode_loop import DecodeLoop, Output
 from mirror_sd.speculative.draft_planner import DraftPlanner
 from mirror_sd.speculative.head_source import HeadDrafting
@@ -53,6 +54,7 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`head`: a draft head made for this back end's model."""
+        self._backend = backend
         self.capabilities: Capabilities = backend.capabilities
         self.model_name = model_name
         self.device_class = device_class
@@ -93,6 +95,19 @@ class Engine:
         self._tokens = 0
         self._draft_s = self._verify_s = 0.0
         self._metrics = EngineMetrics(device_class)
+
+    def warm_up(self, budget_s: float = 0.5) -> None:
+        """Measure forwards, so that drafts are as long as pays from the first request on. To be
+        called before any `add`."""
+        if self._drafters is not None:
+            calibrate(
+                self._backend,
+                self._planner.cost,
+                num_blocks=self._pool.num_blocks,
+                block_size=self._cache.block_size,
+                clock=self._clock,
+                budget_s=budget_s,
+            )
 
     @property
     def has_work(self) -> bool:
@@ -305,75 +320,34 @@ class Engine:
         self._pool.check_integrity(s.table for s in self._loop.running)
 
 
-def create_backend(config: Config, device_class: str, threads: int | None = None) -> Backend:
-    """The back end that the configuration describes for a class; loads the model.
-
-    Raises `ConfigError` or `ModelError`.
-    """
-    from mirror_sd import model_store, openmp
-    from mirror_sd.backends import registry
-
-    pool = _pool(config, device_class)
-    device = _device(pool, device_class)
-    threads = threads or pool.threads or len(os.sched_getaffinity(0))
-    for name, value in openmp.environment(threads).items():
-        os.environ.setdefault(name, value)  # a pool has set them for its workers
-    return registry.create(
-        pool.engine,
-        model_store.resolve(config.model.path),
-        device=device,
-        precision=pool.precision,
-        threads=threads,
-        max_context=config.model.max_context,
-        kv=config.engine.kv_precision,
-    )
-
-
-def _device(pool: PoolConfig, device_class: str) -> str:
-    """The torch device of a pool; raises `ConfigError` where `auto` finds none of its class."""
-    if pool.device != "auto":
-        if device_class != "cpu" and pool.device == "cpu":
-            logger.warning(
-                "the pool %s computes on the CPU: pools.%s.device is cpu",
-                device_class,
-                device_class,
-            )
-        return pool.device
-    if device_class == "cpu":
-        return "cpu"
-    if device_class == "gpu":
-        import torch
-
-        if torch.cuda.is_available():
-            return "cuda"
-    raise ConfigError(
-        f"pools.{device_class}.device is auto, and there is no {device_class} here that torch can"
-        f" use; set pools.{device_class}.engine=emulated to emulate one, or"
-        f" pools.{device_class}.device=cpu to compute on the CPU"
-    )
-
-
-def _pool(config: Config, device_class: str) -> PoolConfig:
-    pools = {str(name): pool for name, pool in config.pools.items()}
-    if device_class not in pools:
-        raise ConfigError(f"no pool {device_class!r}; configured are {', '.join(sorted(pools))}")
-    return pools[device_class]
-
-
 def build(config: Config, device_class: str, threads: int | None = None) -> Engine:
     """The engine on `create_backend`, which says what is raised."""
     return build_on(create_backend(config, device_class, threads), config, device_class)
 
 
 def build_on(backend: Backend, config: Config, device_class: str) -> Engine:
-    """The engine that the configuration describes for a class, on a back end loaded before."""
-    from mirror_sd import model_store
+    """The engine that the configuration describes for a class, on a back end loaded before, with
+    its draft head.
 
-    return Engine(
+    Raises `DraftMismatch` where the settings name a draft that was made for another model.
+    """
+    from mirror_sd import draft_store, model_store
+    from mirror_sd.backends import draft_registry
+
+    files = model_store.resolve(config.model.path)
+    engine = Engine(
         backend,
         config.engine,
         config.speculation,
-        model_name=config.model.served_name or model_store.resolve(config.model.path).name,
+        model_name=config.model.served_name or files.name,
         device_class=device_class,
         slots=config.scheduler.max_batch_size.of(device_class),
+        head=draft_store.open_head(
+            config,
+            files,
+            device_class,
+            lambda program: draft_registry.create(backend, program, threads=None),
+        ),
     )
+    engine.warm_up()
+    return engine

@@ -12,7 +12,7 @@ _SCOUTS_OF = 4
 # Below this many sequences all are asked always.
 _FEW = 4
 _SHARE, _MOST_S = 0.003, 0.005
-_GAIN = 0.02
+_GAIN = 0.01
 _GUESS_S = 1e-5
 
 
@@ -40,6 +40,6 @@ class Asking:
         their rows were worth."""
         key = sequences.bit_length()
         before = self._worth.get(key, 1.0)
-        weight = min(_GAIN * asked, 0.5)
-        self._worth[key] = before + weight * (max(gain, 0.0) / asked - before)
+        weight = min(_GAIN * asked, 0.1)
+        self._worth[key] = before + weight * (gain / asked - before)
         self._seconds += 0.05 * (min(seconds / asked, 1e-3) - self._seconds)

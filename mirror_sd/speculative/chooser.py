@@ -52,10 +52,12 @@ def best(offers: Sequence[Offer], price: float) -> Offer | None:
 @dataclass(frozen=True, slots=True)
 class Allotment:
     """`lengths`: rows for each offer. `gain`: tokens expected of them, less those that their time
-    would have brought; below 0 where the best of all is not to draft."""
+    would have brought; below 0 where the best of all is not to draft. `price`: chance that a token
+    must have to be given a row."""
 
     lengths: list[int]
     gain: float
+    price: float
 
 
 def allot(
@@ -69,8 +71,8 @@ def allot(
     order = sorted(
         [(-chance, index) for index, chances in enumerate(offers) for chance in chances],
     )
-    base = min(base, MOST_ROWS - 1)
-    order = order[: MOST_ROWS - base]
+    base = min(base, MOST_ROWS - 2)
+    order = order[: MOST_ROWS - base - 1]
     expected, most, count = 0.0, float("-inf"), 0
     before = seconds[base]
     for rows, (chance, _) in enumerate(order, start=1):
@@ -83,7 +85,33 @@ def allot(
     lengths = [0] * len(offers)
     for _, index in order[:count]:
         lengths[index] += 1
-    return Allotment(lengths, most)
+    return Allotment(
+        lengths,
+        most,
+        _price(order, count, rate * (seconds[base + count + 1] - seconds[base + count])),
+    )
+
+
+def _price(order: Sequence[tuple[float, int]], count: int, next_row: float) -> float:
+    """Between the last token that got a row and the first that did not."""
+    if not count:
+        return next_row
+    last = -order[count - 1][0]
+    return (last - order[count][0]) / 2 if count < len(order) else min(next_row, last)
+
+
+class Prices:
+    """What a row was worth by the number of sequences, lately."""
+
+    def __init__(self) -> None:
+        self._prices: dict[int, float] = {}
+
+    def observe(self, sequences: int, price: float) -> None:
+        before = self._prices.get(sequences, price)
+        self._prices[sequences] = before + 0.1 * (price - before)
+
+    def price(self, sequences: int, otherwise: float) -> float:
+        return self._prices.get(sequences, otherwise)
 
 
 class Rates:

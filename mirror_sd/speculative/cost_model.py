@@ -87,7 +87,10 @@ class VerifyCost:
         slope = (times[-1] - times[0]) / (last - first) if last > first else 0.0
         slope = max(slope, _GROWTH * times[-1] / max(last, 8))
         line[last:] += slope * (at[last:] - last)
-        line[:first] /= 1.0 + _GROWTH * (first - at[:first])
+        # Fewer rows are expected to cost as little as may be, so that they are tried.
+        steep = (times[1] - times[0]) / (knots[1] - first) if len(knots) > 1 else 0.0
+        steep = max(steep, _GROWTH * times[0])
+        line[:first] = np.maximum(times[0] - steep * (first - at[:first]), 0.5 * times[0])
         table: list[float] = np.maximum.accumulate(line).tolist()
         return table
 

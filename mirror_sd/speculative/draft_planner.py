@@ -16,7 +16,7 @@ from mirror_sd.memory.prefix_cache import PrefixCache
 from mirror_sd.speculative.acceptance import AcceptanceModel
 from mirror_sd.speculative.asking import Asking
 from mirror_sd.speculative.batch_plan import Slice
-from mirror_sd.speculative.chooser import Offer, Purse, Rates, allot, best
+from mirror_sd.speculative.chooser import Offer, Prices, Purse, Rates, allot, best
 from mirror_sd.speculative.cost_model import MOST_ROWS, VerifyCost
 from mirror_sd.speculative.drafters import STRENGTHS
 from mirror_sd.speculative.head_plan import HeadPlan
@@ -71,14 +71,16 @@ class DraftPlanner:
         self._block_size = block_size
         self._clock = clock
         self._model = AcceptanceModel()
-        self._cost = VerifyCost()
+        self.cost = VerifyCost()
         self._rates = Rates()
+        self._prices = Prices()
         self._purse = Purse(_TRYING_SHARE, _TRYING_MOST_S)
         self._asking = Asking()
         self._bandit = LengthBandit(config.max_tokens) if config.length == "bandit" else None
         self._heads = HeadPlan(self._model)
         self.head = head
         self._market = _Market(0, 0, 0.0, 0.0)
+        self._asked, self._ask_s = 0, 0.0
         self.report = DraftReport()
 
     def wants_head(self, sequences: int) -> bool:
@@ -87,8 +89,8 @@ class DraftPlanner:
             return False
         if self._config.min_tokens > 0:
             return True
-        rate = self._rates.rate(sequences, self._cost.seconds(sequences))
-        return self._heads.pays(sequences, self._config.max_tokens, self._cost, rate)
+        rate = self._rates.rate(sequences, self.cost.seconds(sequences))
+        return self._heads.pays(sequences, self._config.max_tokens, self.cost, rate)
 
     def shall_open_head(self, sequence: Sequence, sequences: int, cache: PrefixCache) -> bool:
         """Whether a sequence that is about to start, beside others, `sequences` with it, gets a
@@ -109,6 +111,7 @@ class DraftPlanner:
     def plan(self, pieces: Ordered[Slice]) -> None:
         """Give the slices that decode their drafts."""
         self.report = DraftReport()
+        self._asked = 0
         begin = self._clock()
         ready = [piece for piece in pieces if piece.count == 1 and piece.reaches_end]
         self._market = self._open_market(len(ready), sum(piece.count for piece in pieces))
@@ -122,18 +125,18 @@ class DraftPlanner:
     def _open_market(self, sequences: int, base: int) -> _Market:
         if not sequences:
             return _Market(0, base, 0.0, 0.0)
-        rate = self._rates.rate(sequences, self._cost.seconds(sequences))
-        table = self._cost.table()
+        rate = self._rates.rate(sequences, self.cost.seconds(sequences))
+        table = self.cost.table()
         low = min(base, MOST_ROWS - sequences)
         price = rate * (table[low + sequences] - table[low]) / sequences
-        return _Market(sequences, base, rate, price)
+        return _Market(sequences, base, rate, self._prices.price(sequences, price))
 
     def _ask(self, able: Ordered[Slice]) -> list[tuple[Slice, Offer]]:
         """The best proposal for each sequence that has one."""
         market, found = self._market, []
         part = 1
         if self._config.min_tokens == 0 and able:
-            step_s = self._cost.seconds(market.base)
+            step_s = self.cost.seconds(market.base)
             part = self._asking.who(market.sequences, market.rate, step_s)
         asked = [p for p in able if part and p.sequence.arrival % part == 0]
         begin = self._clock()
@@ -145,9 +148,7 @@ class DraftPlanner:
             )
             if chosen is not None:
                 found.append((piece, chosen))
-        if asked:
-            gain = sum(offer.worth(market.price) for _, offer in found)
-            self._asking.observe(market.sequences, len(asked), gain, self._clock() - begin)
+        self._asked, self._ask_s = len(asked), self._clock() - begin
         return found
 
     def _offers(self, piece: Slice) -> list[Offer]:
@@ -225,14 +226,16 @@ class DraftPlanner:
         for piece in candidates:
             assert piece.sequence.drafts is not None
             level, limit = piece.sequence.drafts.record("head").level, _limit(piece)
-            worth = self._heads.worth(level, limit, count, market.rate, market.price)
+            worth, pays = self._heads.prospect(level, limit, count, market.rate, market.price)
             other = offers.get(id(piece))
             rival = max(other.worth(market.price), 0.0) if other is not None else 0.0
             if worth <= rival and not is_fixed:
                 cost_s = (rival - worth) / market.rate if market.rate > 0 else 0.0
                 if not self._purse.spend(max(cost_s, self._heads.share_s(count))):
                     continue
-            steps = self._cover(piece.sequence, limit)
+            # Some more than pays on the average: the floor stops where it does not.
+            steps = limit if is_fixed else min(limit, pays + (2 if count == 1 else 1))
+            steps = self._cover(piece.sequence, steps)
             if steps > 0:
                 request = HeadRequest(piece.sequence, steps, 0.0 if is_fixed else floor)
                 drafting.append((piece, request))
@@ -266,7 +269,9 @@ class DraftPlanner:
             return
         market, least = self._market, self._config.min_tokens
         chances = [offer.survival for _, offer in offers]
-        allotment = allot(chances, market.base, self._cost.table(), market.rate)
+        allotment = allot(chances, market.base, self.cost.table(), market.rate)
+        if market.base == market.sequences > 1:
+            self._prices.observe(market.sequences, allotment.price)
         lengths = allotment.lengths
         if least > 0:
             lengths = [
@@ -326,10 +331,24 @@ class DraftPlanner:
             was_full = not trial.is_over or trial.proposed == trial.asked
             self._heads.observe_draft(level, drafted, trial.matched, was_full)
 
+    def _learn_asking(self, rows: int) -> None:
+        """From what was accepted, not what was hoped for: the best of many guesses is too high."""
+        market = self._market
+        sources = self.report.by_source.items()
+        accepted = sum(counts[1] for source, counts in sources if source != "head")
+        drafted = sum(counts[0] for source, counts in sources if source != "head")
+        table = self.cost.table()
+        before = min(rows, MOST_ROWS) - drafted
+        time_s = table[min(rows, MOST_ROWS)] - table[max(before, 0)]
+        gain = accepted - market.rate * time_s
+        self._asking.observe(market.sequences, self._asked, gain, self._ask_s)
+
     def finish(self, tokens: int, rows: int, seconds: float) -> None:
         """The forward and what followed it took so long, and brought so many tokens."""
         market = self._market
-        self._cost.observe(rows, seconds)
+        if self._asked:
+            self._learn_asking(rows)
+        self.cost.observe(rows, seconds)
         whole = seconds + self.report.seconds
         self._purse.save(whole)
         if market.sequences and market.base == market.sequences:

@@ -43,15 +43,21 @@ class HeadPlan:
         cost = rate * self.share_s(sequences) + price
         return min(max(cost, _LEAST_FLOOR), _MOST_FLOOR)
 
-    def worth(self, level: int, limit: int, sequences: int, rate: float, price: float) -> float:
-        """Tokens expected of one sequence's drafts by the head, less what their time is worth."""
-        share = rate * self.share_s(sequences)
-        reached, total, most = 1.0, 0.0, 0.0
-        for chance in self._reach(level)[:limit]:
-            total += chance - reached * (price + share)
-            most = max(most, total)
+    def prospect(
+        self, level: int, limit: int, sequences: int, rate: float, price: float
+    ) -> tuple[float, int]:
+        """(tokens expected of one sequence's drafts, less what their time is worth; the steps after
+        which a further pass is not worth its time)."""
+        pass_s = rate * self._passes.seconds(sequences)
+        reached, total = 1.0, -pass_s / sequences
+        most, steps = total, 1
+        for depth, chance in enumerate(self._reach(level)[:limit], start=1):
+            # A pass is made as long as any of the sequences goes on.
+            total += chance - reached * price - pass_s * min(1.0 / sequences, reached)
+            if total > most:
+                most, steps = total, depth
             reached = chance
-        return most - share
+        return most, steps
 
     def _reach(self, level: int) -> Sequence[float]:
         return self._model.survival((_REACH, 0, level))
@@ -65,7 +71,7 @@ class HeadPlan:
         passes, rows, reached, expected = 1.0, 0.0, 1.0, 0.0
         for chance in self._reach(UNKNOWN_LEVEL)[:limit]:
             expected += sequences * chance
-            passes += reached
+            passes += min(1.0, sequences * reached)
             rows += sequences * reached
             reached = chance
             total = min(base + round(rows), MOST_ROWS)

@@ -19,9 +19,9 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as numpy_strategies
 
+from mirror_sd.philox import gumbel
 from mirror_sd.speculative import numpy_sampling
 from mirror_sd.speculative.numpy_sampling import NumpyChooser
-from mirror_sd.philox import gumbel
 from mirror_sd.speculative.sampler import NATIVE_ISA, NativeChooser
 from mirror_sd.speculative.sampling import InvalidLogits
 from tests.unit.speculative.choosers import ISAS, needs_native, params

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
+from mirror_sd.philox import MAX_GUMBEL, gumbel, philox4x32
 from mirror_sd.speculative import numpy_sampling, sampler
 from mirror_sd.speculative.drafters.lookup import LookupDrafter
 from mirror_sd.speculative.length_controller import WindowController
-from mirror_sd.philox import MAX_GUMBEL, gumbel, philox4x32
 from mirror_sd.speculative.sampling import InvalidLogits
 from mirror_sd.speculative.verifier import verify
 from tests.unit.speculative.choosers import params, with_every_chooser

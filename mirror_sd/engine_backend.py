@@ -1,0 +1,67 @@
+"""The back end that the configuration describes for a device class."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+from mirror_sd.backends.protocol import Backend
+from mirror_sd.config import Config, PoolConfig
+from mirror_sd.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+def create_backend(config: Config, device_class: str, threads: int | None = None) -> Backend:
+    """The back end that the configuration describes for a class; loads the model.
+
+    Raises `ConfigError` or `ModelError`.
+    """
+    from mirror_sd import model_store, openmp
+    from mirror_sd.backends import registry
+
+    pool = _pool(config, device_class)
+    device = _device(pool, device_class)
+    threads = threads or pool.threads or len(os.sched_getaffinity(0))
+    for name, value in openmp.environment(threads).items():
+        os.environ.setdefault(name, value)  # a pool has set them for its workers
+    return registry.create(
+        pool.engine,
+        model_store.resolve(config.model.path),
+        device=device,
+        precision=pool.precision,
+        threads=threads,
+        max_context=config.model.max_context,
+        kv=config.engine.kv_precision,
+    )
+
+
+def _device(pool: PoolConfig, device_class: str) -> str:
+    """The torch device of a pool; raises `ConfigError` where `auto` finds none of its class."""
+    if pool.device != "auto":
+        if device_class != "cpu" and pool.device == "cpu":
+            logger.warning(
+                "the pool %s computes on the CPU: pools.%s.device is cpu",
+                device_class,
+                device_class,
+            )
+        return pool.device
+    if device_class == "cpu":
+        return "cpu"
+    if device_class == "gpu":
+        import torch
+
+        if torch.cuda.is_available():
+            return "cuda"
+    raise ConfigError(
+        f"pools.{device_class}.device is auto, and there is no {device_class} here that torch can"
+        f" use; set pools.{device_class}.engine=emulated to emulate one, or"
+        f" pools.{device_class}.device=cpu to compute on the CPU"
+    )
+
+
+def _pool(config: Config, device_class: str) -> PoolConfig:
+    pools = {str(name): pool for name, pool in config.pools.items()}
+    if device_class not in pools:
+        raise ConfigError(f"no pool {device_class!r}; configured are {', '.join(sorted(pools))}")
+    return pools[device_class]
