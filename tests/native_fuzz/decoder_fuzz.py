@@ -48,7 +48,7 @@ class Shape:
         )
 
     def matrices(self) -> list[tuple[str, int, int, int]]:
-        padded = self.inner + -self.inner % 32
+        padded = self.inner + -self.inner % 64
         query = self.heads * self.head_dim
         listed = [("embedding", -1, self.vocab, self.hidden), ("head", -1, self.vocab, self.hidden)]
         for layer in range(self.layers):
@@ -152,6 +152,14 @@ class Fuzz:
         as_int32 = [np.array(values, np.int32) for values in (positions, offsets)]
         return [ids, *as_int32, tuple(tables), rows, logits]
 
+    def taps(self, shape: Shape, tokens: int) -> list[Any]:
+        """Taps and room for their features, at times wrong."""
+        layers = [layer + 1 for layer in range(shape.layers) if self.chance(0.5)]
+        if self.chance(0.1):
+            layers.append(int(self.rng.choice(ODD)))
+        features = np.full((tokens, len(layers) * shape.hidden), np.nan, np.float32)
+        return [layers, misshapen(self.rng, features) if self.chance(0.1) else features]
+
     def spoil(self, batch: list[Any]) -> None:
         """One mistake, of value or of type."""
         rng, at = self.rng, int(self.rng.integers(6))
@@ -192,7 +200,9 @@ class Fuzz:
                 batch = self.batch(shape, blocks, block_size)
                 if self.chance(0.5):
                     self.spoil(batch)
-                decoder.forward(*batch)
+                taps = self.taps(shape, len(batch[0])) if self.chance(0.3) else []
+                decoder.forward(*batch, *taps)
+                assert not taps or not taps[0] or not np.isnan(taps[1]).any()
                 rows = len(batch[4])
                 assert not np.isnan(batch[5][:rows]).any(), "logits were not filled"
                 assert np.isnan(batch[5][rows:]).all(), "rows that were not asked for were filled"

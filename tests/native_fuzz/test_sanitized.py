@@ -79,7 +79,7 @@ def test_the_unit_tests_of_sampling_pass(environment: dict[str, str]) -> None:
     assert " passed" in out
 
 
-@pytest.mark.parametrize("part", ["sampling", "decoder"])
+@pytest.mark.parametrize("part", ["sampling", "decoder", "draft"])
 def test_random_calls_return_or_raise_what_they_promise(
     part: str, environment: dict[str, str]
 ) -> None:

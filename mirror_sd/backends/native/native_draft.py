@@ -33,9 +33,10 @@ class DraftPlan:
         return dict(self.products).get(role, self.default)
 
 
-# Of int8 the codes of the file stay as they are; 16-bit activations where inputs stand out.
+# Of int8 the codes of the file stay as they are. Activations of 16 bits cost nothing where memory is
+# waited for, and a sixth of the time of 16 streams; the head, half of all weights, does with 8.
 PLANS: dict[Precision, DraftPlan] = {
-    "int8": DraftPlan("int8", "bf16", (("fuse_features", "int16"), ("down", "int16"))),
+    "int8": DraftPlan("int16", "bf16", (("head", "int8"),)),
     "fp16": DraftPlan("bf16", "bf16"),
     "bf16": DraftPlan("bf16", "bf16"),
     "fp32": DraftPlan("fp32", "fp32"),
