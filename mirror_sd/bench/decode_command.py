@@ -71,8 +71,12 @@ def command(
     ] = False,
     lengths: Annotated[str, typer.Option(help="Comma list: draft lengths of --sweep.")] = _SWEPT,
     warm: Annotated[
-        int, typer.Option(min=1, help="Prompts that each drafter answers before it is measured.")
-    ] = 1,
+        int | None,
+        typer.Option(
+            min=1,
+            help="Prompts that each drafter answers before it is measured; default: --concurrency.",
+        ),
+    ] = None,
     plot: PlotFile = None,
     rounds: Rounds = 2,
     threads: Threads = None,
@@ -115,7 +119,7 @@ def command(
         rounds=rounds,
         threads=thread_count(threads or settings.threads),
         temperature=temperature,
-        warm=warm,
+        warm=warm or concurrency,
         lengths=numbers(lengths, "--lengths") if sweep else (),
         clusters=clusters,
     )

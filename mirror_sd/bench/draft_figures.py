@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 OFF, AUTO = "off", "auto"
@@ -48,7 +48,10 @@ def _add_speedups(figures: Row, off: Row) -> None:
 def by_drafter(rows: Sequence[Row]) -> list[Row]:
     """The means of each precision and drafter over the turns."""
     found = []
-    for (precision, drafter), group in _groups(rows, ("precision", "drafter")).items():
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row["precision"], row["drafter"]), []).append(row)
+    for (precision, drafter), group in groups.items():
         mean = {"precision": precision, "drafter": drafter, **_mean(group)}
         if "kinds" in group[0]:
             mean["kinds"] = {
@@ -58,26 +61,29 @@ def by_drafter(rows: Sequence[Row]) -> list[Row]:
     return found
 
 
-def sweep(rows: Sequence[Row], cells: Sequence[Row]) -> list[Row]:
-    """For each precision: the means of each fixed source and length (`grid`), the best of them and
-    of no draft at all, and the speed of `auto` by that of the best, in each turn and their median.
-    """
-    plain = [row | {"source": OFF, "length": 0} for row in rows if row["drafter"] == OFF]
+def best(precision: str, rows: Sequence[Row], cells: Sequence[Row]) -> tuple[str, int]:
+    """The fixed source and length of the highest mean speed; (`off`, 0) without drafts."""
+    groups = _grid(precision, rows, cells)
+    return max(groups, key=lambda fixed: _average([r["tok_s"] for r in groups[fixed]]) or 0.0)
+
+
+def sweep(
+    rows: Sequence[Row], cells: Sequence[Row], pairs: Mapping[str, Sequence[tuple[float, float]]]
+) -> list[Row]:
+    """For each precision: the means of each fixed source and length (`grid`), and the best of them.
+    `pairs`: speeds of `auto` and of the best, measured in turn afterwards; the ratio of each turn
+    and their median."""
     found = []
-    for (precision,), own in _groups([*plain, *cells], ("precision",)).items():
-        groups = _groups(own, ("source", "length"))
-        speeds = {fixed: [row["tok_s"] for row in group] for fixed, group in groups.items()}
-        best = max(speeds, key=lambda fixed: _average(speeds[fixed]) or 0.0)
-        is_auto = {"precision": precision, "drafter": AUTO}
-        auto = [row["tok_s"] for row in rows if is_auto.items() <= row.items()]
-        by_round = [_ratio(a, b) for a, b in zip(auto, speeds[best], strict=False)]
-        known = [ratio for ratio in by_round if ratio is not None]
+    for precision in dict.fromkeys(row["precision"] for row in cells):
+        groups = _grid(precision, rows, cells)
+        source, length = best(precision, rows, cells)
+        by_turn = [ratio for pair in pairs.get(precision, ()) if (ratio := _ratio(*pair))]
         found.append(
             {
                 "precision": precision,
-                "best": {"source": best[0], "length": best[1], **_mean(groups[best])},
-                "auto_over_best": round(statistics.median(known), 3) if known else None,
-                "by_round": by_round,
+                "best": {"source": source, "length": length, **_mean(groups[source, length])},
+                "auto_over_best": round(statistics.median(by_turn), 3) if by_turn else None,
+                "by_turn": by_turn,
                 "grid": [
                     {"source": source, "length": length, **_mean(group)}
                     for (source, length), group in groups.items()
@@ -87,10 +93,16 @@ def sweep(rows: Sequence[Row], cells: Sequence[Row]) -> list[Row]:
     return found
 
 
-def _groups(rows: Iterable[Row], keys: Sequence[str]) -> dict[tuple[Any, ...], list[Row]]:
-    groups: dict[tuple[Any, ...], list[Row]] = {}
+def _grid(
+    precision: str, rows: Sequence[Row], cells: Sequence[Row]
+) -> dict[tuple[str, int], list[Row]]:
+    groups: dict[tuple[str, int], list[Row]] = {}
     for row in rows:
-        groups.setdefault(tuple(row[key] for key in keys), []).append(row)
+        if row["precision"] == precision and row["drafter"] == OFF:
+            groups.setdefault((OFF, 0), []).append(row)
+    for cell in cells:
+        if cell["precision"] == precision:
+            groups.setdefault((cell["source"], cell["length"]), []).append(cell)
     return groups
 
 

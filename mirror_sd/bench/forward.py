@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 
 from mirror_sd import _native
-from mirror_sd import engine as engines
 from mirror_sd.backends.native.native_backend import NativeBackend
 from mirror_sd.backends.protocol import RaggedBatch
 from mirror_sd.config import Config
+from mirror_sd.engine_backend import create_backend
 from mirror_sd.errors import ConfigError
 
 _BLOCK = 16
@@ -113,7 +113,7 @@ def _one_token(rows: Sequence[Row], of: Row) -> float:
 def _load(config: Config, precision: str, threads: int) -> NativeBackend:
     name, pool = next(iter(config.pools.items()))
     pools = {name: pool.model_copy(update={"precision": precision})}
-    backend = engines.create_backend(config.model_copy(update={"pools": pools}), name, threads)
+    backend = create_backend(config.model_copy(update={"pools": pools}), name, threads)
     if not isinstance(backend, NativeBackend):
         raise ConfigError(
             f"bench forward measures the native engine, this is {backend.capabilities.name}"

@@ -21,6 +21,7 @@ from mirror_sd.bench.options import AsJson, Overrides, Threads, show, thread_cou
 from mirror_sd.bench.peer_drivers.session import peak_rss_mb, serve
 from mirror_sd.bench.peer_process import PeerProcess
 from mirror_sd.engine import Engine
+from mirror_sd.engine_backend import create_backend
 from mirror_sd.errors import ConfigError, InternalError
 from mirror_sd.messages import Chunk, Failed, SamplingParams, Submit
 
@@ -47,7 +48,7 @@ def fill(
     importlib.import_module("workers.worker")
     config = configuration.load(overrides=overrides)
     pool = next(iter(config.pools))
-    backend = engines.create_backend(config, pool, threads)
+    backend = create_backend(config, pool, threads)
     engine = engines.build_on(backend, config, pool)
     weights_mb = _weight_bytes(backend) / MB
     size = config.engine.block_size

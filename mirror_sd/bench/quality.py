@@ -23,6 +23,7 @@ from mirror_sd.bench.prompts import Messages
 from mirror_sd.bench.teacher_forcing import Passage, score
 from mirror_sd.config import Config
 from mirror_sd.engine import Engine
+from mirror_sd.engine_backend import create_backend
 from mirror_sd.offline import load_tokenizer
 
 
@@ -84,7 +85,7 @@ def _varied(overrides: Sequence[str], pool: str, settings: dict[str, str]) -> Co
 
 
 def _subject(config: Config, pool: str) -> Subject:
-    backend = engines.create_backend(config, pool)
+    backend = create_backend(config, pool)
     return Subject(backend, engines.build_on(backend, config, pool))
 
 

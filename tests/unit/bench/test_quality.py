@@ -224,7 +224,7 @@ def test_the_command_measures_several_precisions_of_the_real_model(default_model
 
 
 def test_an_unknown_precision_is_named_before_a_model_is_loaded(monkeypatch):
-    monkeypatch.setattr("mirror_sd.engine.create_backend", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr("mirror_sd.bench.quality.create_backend", lambda *_: pytest.fail("loaded"))
     result = CliRunner().invoke(app, ["quality", "--limit", "1", "--precision", "int3"])
     assert isinstance(result.exception, ConfigError)
     assert "int3" in str(result.exception)
