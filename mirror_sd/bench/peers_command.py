@@ -34,7 +34,7 @@ def peers(
     ] = Path(sys.executable),
     only: Annotated[str, typer.Option("--peers", help="Comma list of peers; default: all.")] = "",
     precision: Annotated[str, typer.Option(help="Comma list of our precisions.")] = "int8,bf16",
-    drafters: Annotated[str, typer.Option(help="Comma list, as in `bench decode`.")] = "off,lookup",
+    drafters: Annotated[str, typer.Option(help="Comma list, as in `bench decode`.")] = "off,auto",
     concurrency: Annotated[
         int, typer.Option(min=0, help="Streams of the second measurement; 0 leaves it out.")
     ] = 16,

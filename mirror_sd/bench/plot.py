@@ -37,6 +37,7 @@ _KINDS: Mapping[str, Any] = {
     "rows": list[_Row],
 }
 LINE_COLOURS = {"int8": "#c8553d", "bf16": "#2a6f97", "fp32": "#588157"}
+_DRAFTERS = ("lookup", "history", "head", "auto")
 NAMES = {
     "mirror-sd": "Mirror-SD",
     "llamacpp": "llama.cpp",
@@ -94,10 +95,12 @@ def _part(report: Report, key: str, what: str) -> Any:
 def label(engine: str) -> str:
     """An engine's name as a person writes it: `llamacpp-q8_0-lookup` is llama.cpp Q8_0, lookup."""
     family = next((known for known in NAMES if engine.startswith(known)), engine)
-    kind, *lookup = engine.removeprefix(family).strip("-").split("-lookup")
+    kind, drafter = engine.removeprefix(family).strip("-"), ""
+    if kind.rpartition("-")[2] in _DRAFTERS:
+        kind, _, drafter = kind.rpartition("-")
     kind = kind.upper() if family == "llamacpp" else kind
     text = " ".join(word for word in (NAMES.get(family, family), kind) if word)
-    return f"{text}, lookup" if lookup else text
+    return f"{text}, {drafter}" if drafter else text
 
 
 def _bars(axis: Any, title: str, values: Mapping[str, float], own: Sequence[str]) -> None:

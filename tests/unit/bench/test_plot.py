@@ -67,6 +67,7 @@ def test_bars_are_in_order_and_lines_are_of_the_shortest_context(monkeypatch, tm
     ("engine", "label"),
     [
         ("mirror-sd-int8-lookup", "Mirror-SD int8, lookup"),
+        ("mirror-sd-bf16-auto", "Mirror-SD bf16, auto"),
         ("llamacpp-q4_1", "llama.cpp Q4_1"),
         ("openvino-int8", "OpenVINO GenAI int8"),
         ("other-fp8", "other-fp8"),
