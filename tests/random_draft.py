@@ -34,7 +34,8 @@ def spec_for(files: ModelFiles, scratch: Path, **changes: Any) -> DraftSpec:
     return DraftSpec(**{**fitting, **changes})
 
 
-def program_of(spec: DraftSpec, seed: int = 5) -> DraftProgram:
+def program_of(spec: DraftSpec, seed: int = 5, certainty: float = 1.0) -> DraftProgram:
+    """Its logits have a deviation of `certainty`: at 1 no token is likely, at 12 one is."""
     random = np.random.default_rng(seed)
     weights = {
         name: (
@@ -44,5 +45,6 @@ def program_of(spec: DraftSpec, seed: int = 5) -> DraftProgram:
         )
         for name, shape in spec.shapes().items()
     }
+    weights["head"] = weights["head"] * np.float32(certainty)
     step = spec.vocab_size // spec.draft_vocab_size
     return DraftProgram(spec, np.arange(spec.draft_vocab_size, dtype=np.int32) * step, weights)
