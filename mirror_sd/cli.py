@@ -236,6 +236,18 @@ def bench(context: typer.Context) -> None:
     module.app(args=context.args, prog_name="mirror-sd bench", standalone_mode=False)
 
 
+@app.command(
+    "distil",
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def distil(context: typer.Context) -> None:
+    """Train a draft head for a model; `mirror-sd distil --help` lists the options."""
+    from mirror_sd.training import cli as training_cli
+
+    training_cli.app(args=context.args, prog_name="mirror-sd distil", standalone_mode=False)
+
+
 def _load_config(file: Path | None, overrides: list[str] | None, port: int | None) -> Config:
     from mirror_sd import config
 

@@ -1,0 +1,173 @@
+"""The first half of a run: what the target answers, and what a draft learns from it, on disk."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from mirror_sd import engine as engines
+from mirror_sd import model_store
+from mirror_sd.api.tokenizer import Tokenizer
+from mirror_sd.config import Config
+from mirror_sd.engine import Engine
+from mirror_sd.engine_backend import create_backend
+from mirror_sd.offline import load_tokenizer
+from mirror_sd.training import answers, features, prompt_file, prompts
+from mirror_sd.training.answers import Answer
+from mirror_sd.training.dataset import Dataset
+from mirror_sd.training.features import TargetHead
+from mirror_sd.training.plan import Plan, fingerprint
+from mirror_sd.training.progress import Reporter
+from mirror_sd.training.prompts import Conversation
+from mirror_sd.uir import program as programs
+from mirror_sd.uir import tokenizer_files
+from mirror_sd.uir.draft_file import tokenizer_digest
+from mirror_sd.uir.model_spec import ModelSpec
+from mirror_sd.uir.precision_plan import PrecisionPlan
+
+MARK = "mark.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The model that the draft is for. `files_mark`: tells its file from others."""
+
+    name: str
+    spec: ModelSpec
+    head: TargetHead
+    tokenizer: Tokenizer
+    tokenizer_digest: str
+    files_mark: str
+
+    @classmethod
+    def of(cls, config: Config, scratch: Path) -> Target:
+        """Raises `ModelError`."""
+        files = model_store.resolve(config.model.path)
+        program = programs.load(files, PrecisionPlan.of("fp32"))
+        tokenizer_files.export(files, scratch / "tokenizer")
+        digest = tokenizer_digest(scratch / "tokenizer" / tokenizer_files.TOKENIZER)
+        parts = sorted(files.path.glob("*")) if files.path.is_dir() else [files.path]
+        sizes = [(part.name, part.stat().st_size) for part in parts]
+        return cls(
+            config.model.served_name or files.name,
+            program.spec,
+            TargetHead.of(program),
+            load_tokenizer(config),
+            digest,
+            fingerprint(files.name, sizes, digest),
+        )
+
+
+def collect(
+    config: Config, target: Target, plan: Plan, data: Path | None, out: Path, reporter: Reporter
+) -> tuple[Dataset, dict[str, Any]]:
+    """(what to train on, facts about it). What `out` has of it already is not made again.
+
+    Raises `ConfigError` for data that cannot be read, `UnsupportedModel` where the model does not
+    give its hidden states.
+    """
+    asked = prompt_file.read(data) if data else prompts.bundled(plan.seed)
+    taps = plan.train.taps or features.default_taps(target.spec.num_layers)
+    mark = fingerprint(
+        target.files_mark,
+        asdict(plan.data),
+        plan.seed,
+        taps,
+        plan.train.draft_vocab,
+        _digest(asked),
+    )
+    directory = out / "data"
+    directory.mkdir(parents=True, exist_ok=True)
+    file = directory / MARK
+    if not file.exists() or json.loads(file.read_text(encoding="utf-8"))["mark"] != mark:
+        made = _answers_and_features(config, target, plan, asked, taps, out, reporter)
+        dataset = Dataset(directory)
+        facts = _facts(made, dataset, taps)
+        file.write_text(json.dumps({"mark": mark, "facts": facts}), encoding="utf-8")
+    return Dataset(directory), json.loads(file.read_text(encoding="utf-8"))
+
+
+def _digest(asked: list[Conversation]) -> str:
+    text = json.dumps([(prompt.messages, prompt.origin) for prompt in asked])
+    return sha256(text.encode()).hexdigest()
+
+
+def _answers_and_features(
+    config: Config,
+    target: Target,
+    plan: Plan,
+    asked: list[Conversation],
+    taps: tuple[int, ...],
+    out: Path,
+    reporter: Reporter,
+) -> list[Answer]:
+    device_class = next(iter(config.pools))
+    backend = create_backend(config, device_class)
+    engine = engines.build_on(backend, config, device_class)
+    made = _answers(engine, target, plan, asked, out, reporter)
+    stop = answers.stop_tokens(target.tokenizer)
+    vocabulary = features.draft_vocabulary(
+        made, plan.train.draft_vocab, target.spec.vocab_size, stop
+    )
+    stats = engine.stats()
+    total = sum(len(answer.tokens) for answer in made)
+    with reporter.stage("hidden states", total) as advance:
+        features.record(
+            backend,
+            target.head,
+            made,
+            vocabulary,
+            taps,
+            out / "data",
+            num_blocks=stats.kv_blocks_free + stats.kv_blocks_used,
+            block_size=config.engine.block_size,
+            advance=partial(_plain, advance),
+        )
+    return made
+
+
+def _answers(
+    engine: Engine,
+    target: Target,
+    plan: Plan,
+    asked: list[Conversation],
+    out: Path,
+    reporter: Reporter,
+) -> list[Answer]:
+    tokenizer, stop = target.tokenizer, answers.stop_tokens(target.tokenizer)
+    wanted = answers.question_tasks(tokenizer, plan.data, plan.seed)
+    with reporter.stage("questions", len(wanted)) as advance:
+        own = answers.answer(
+            engine, wanted, stop, out / "questions.jsonl", partial(_plain, advance)
+        )
+    texts = answers.questions(tokenizer, own)
+    wanted = answers.tasks(tokenizer, asked, texts, plan.data, plan.seed)
+    with reporter.stage("answers", len(wanted)) as advance:
+        return answers.answer(engine, wanted, stop, out / "answers.jsonl", partial(_plain, advance))
+
+
+def _plain(advance: Any, done: int) -> None:
+    advance(done, "")
+
+
+def _facts(made: list[Answer], dataset: Dataset, taps: tuple[int, ...]) -> dict[str, Any]:
+    """Counts for the report; `coverage`: share of the held-out answers' tokens that the draft
+    vocabulary has."""
+    trained = dataset.conversations(held_out=False)
+    held_out = dataset.conversations(held_out=True)
+    known = set(dataset.vocabulary.tolist())
+    said = [t for a in made if a.is_held_out for t in a.tokens[a.prompt_length :]]
+    return {
+        "conversations": len(trained),
+        "answer_tokens": dataset.answer_tokens(trained),
+        "held_out_conversations": len(held_out),
+        "held_out_answer_tokens": dataset.answer_tokens(held_out),
+        "tokens": int(dataset.offsets[-1]),
+        "taps": list(taps),
+        "draft_vocab": len(dataset.vocabulary),
+        "coverage": round(sum(t in known for t in said) / max(len(said), 1), 4),
+    }

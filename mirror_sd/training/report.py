@@ -1,0 +1,78 @@
+"""The picture of a run: loss, acceptance along the way, acceptance by depth."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mirror_sd.errors import ConfigError, SetupError
+
+_SMOOTHED_STEPS = 20
+Report = dict[str, Any]
+
+
+def draw(report: Report, path: Path) -> None:
+    """Write a PNG. Raises `SetupError` where matplotlib is missing, `ConfigError` where the file
+    cannot be written."""
+    try:
+        matplotlib: Any = importlib.import_module("matplotlib")
+        matplotlib.use("Agg")
+        pyplot: Any = importlib.import_module("matplotlib.pyplot")
+    except ImportError as error:
+        raise SetupError(
+            "the plot needs matplotlib, which is not installed: pip install 'mirror-sd[bench]'"
+        ) from error
+    figure, axes = pyplot.subplots(1, 3, figsize=(14, 4.4), layout="constrained")
+    _losses(axes[0], report["curves"])
+    _acceptance(axes[1], report["curves"])
+    _depths(axes[2], report)
+    figure.suptitle(f"draft head for {report['model']}, seed {report['plan']['seed']}")
+    try:
+        figure.savefig(path, dpi=130, format="png")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+    finally:
+        pyplot.close(figure)
+
+
+def _losses(axis: Any, curves: dict[str, Report]) -> None:
+    start = 0
+    for stage, curve in curves.items():
+        steps = np.array([step for step, _ in curve["losses"]])
+        by_depth = np.array([losses for _, losses in curve["losses"]]).T
+        for depth, losses in enumerate(by_depth, start=1):
+            width = min(_SMOOTHED_STEPS, len(losses))
+            smooth = np.convolve(losses, np.ones(width) / width, mode="valid")
+            axis.plot(start + steps[width - 1 :], smooth, label=f"{stage}, step {depth}")
+        if stage == "fp32":
+            start = int(steps[-1])
+    axis.set(title="Loss", xlabel="updates", ylabel="nats above the target's entropy", yscale="log")
+    axis.legend(frameon=False, fontsize="small")
+
+
+def _acceptance(axis: Any, curves: dict[str, Report]) -> None:
+    start = 0
+    for stage, curve in curves.items():
+        if curve["acceptance"]:
+            steps, tokens, _ = zip(*curve["acceptance"], strict=True)
+            axis.plot([start + step for step in steps], tokens, marker="o", label=stage)
+        if stage == "fp32":
+            start = curve["losses"][-1][0]
+    axis.set(title="Held out, chain of 4", xlabel="updates", ylabel="tokens per verify")
+    axis.legend(frameon=False)
+
+
+def _depths(axis: Any, report: Report) -> None:
+    rows = {"fp32": report["parent"]} | report["exports"]
+    for name, row in rows.items():
+        axis.plot(
+            range(1, len(row["by_depth"]) + 1),
+            row["by_depth"],
+            marker="o",
+            label=f"{name}: {row['tokens_per_verify']:.2f} tokens per verify",
+        )
+    axis.set(title="Held out, acceptance by depth", xlabel="drafted token", ylim=(0, 1))
+    axis.legend(frameon=False)

@@ -1,0 +1,176 @@
+"""Quantisation, parameter groups, the loss, and a stage that is stopped and goes on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+
+from mirror_sd.training import export, optimiser
+from mirror_sd.training.draft_model import DraftModel
+from mirror_sd.training.evaluation import evaluate
+from mirror_sd.training.fake_quantise import stored
+from mirror_sd.training.loss import cross_entropy
+from mirror_sd.training.plan import TrainPlan
+from mirror_sd.training.trainer import Trainer
+from mirror_sd.uir import draft_file
+from mirror_sd.uir.draft_file import MATRICES, VECTORS, Precision
+from tests.unit.training import tiny
+
+PLAN = TrainPlan(
+    unroll=2, batch_tokens=64, warmup=2, rate=1e-2, ema=0.9, evaluate_every=4, checkpoint_every=3
+)
+
+
+@pytest.mark.parametrize("inputs", [32, 64, 40, 7])
+def test_fake_quantised_weights_are_those_of_the_file(inputs: int) -> None:
+    matrix = torch.randn(48, inputs, generator=torch.Generator().manual_seed(inputs))
+    matrix[0] = 0.0
+    matrix[1, 0] = 1e-9
+    codes, scales = draft_file.quantise(matrix.numpy())
+    expected = draft_file.dequantise(codes, scales)
+    np.testing.assert_array_equal(stored(matrix, "int8").numpy(), expected)
+
+
+@pytest.mark.parametrize("precision", ["int8", "fp16", "bf16", "fp32"])
+def test_the_model_computes_with_what_its_file_will_hold(
+    precision: Precision, tmp_path: Path
+) -> None:
+    model = tiny.model()
+    path = tmp_path / "x.draft.safetensors"
+    vocabulary = np.arange(tiny.DRAFT_VOCABULARY, dtype=np.int32)
+    draft_file.write(path, export.program(model, vocabulary, precision))
+    found = draft_file.read(path)
+    with torch.no_grad():
+        expected = {k: v.detach() for k, v in model.weights(precision).items()}
+    assert found.spec.precision == precision
+    for name in (*VECTORS, *MATRICES):
+        np.testing.assert_allclose(
+            found.weights[name], expected[name].numpy(), rtol=1e-6, atol=1e-9, err_msg=name
+        )
+
+
+def test_the_gradient_passes_straight_through_the_rounding() -> None:
+    matrix = torch.randn(8, 64, requires_grad=True)
+    wanted = torch.randn(8, 64)
+    (stored(matrix, "int8") * wanted).sum().backward()
+    assert matrix.grad is not None
+    torch.testing.assert_close(matrix.grad, wanted)
+
+
+@pytest.mark.parametrize(
+    ("precision", "rate"), [("int8", 5e-5), ("fp16", 1e-4), ("bf16", 1e-4), ("fp32", 1e-2)]
+)
+def test_each_parameter_has_the_rate_of_what_it_is_stored_in(
+    precision: Precision, rate: float
+) -> None:
+    model = tiny.model()
+    groups = optimiser.create(model, precision, PLAN).param_groups
+    names = {id(p): name for name, p in model.named_parameters()}
+    found = {names[id(p)]: g for g in groups for p in g["params"]}
+    assert set(found) == {*VECTORS, *MATRICES}
+    assert {found[name]["lr"] for name in MATRICES} == {rate}
+    assert {found[name]["stored"] for name in MATRICES} == {precision}
+    assert {found[name]["stored"] for name in VECTORS} == {"fp32"}
+    assert {found[name]["lr"] for name in VECTORS} == {1e-2 if precision == "fp32" else 1e-4}
+
+
+def test_the_loss_and_its_gradient_are_those_of_a_plain_cross_entropy() -> None:
+    generator = torch.Generator().manual_seed(0)
+    # More rows than one chunk.
+    hidden = torch.randn(1100, 16, generator=generator, requires_grad=True)
+    head = torch.randn(30, 16, generator=generator, requires_grad=True)
+    ids = torch.stack([torch.randperm(30, generator=generator)[:5] for _ in range(1100)])
+    shares = torch.rand(1100, 5, generator=generator).softmax(dim=1)
+    dense = torch.zeros(1100, 30).scatter_(1, ids, shares)
+    expected = functional.cross_entropy(hidden @ head.T, dense, reduction="sum")
+    wanted = torch.autograd.grad(expected, (hidden, head))
+    loss = cross_entropy(hidden, head, ids, shares, torch.float32)
+    torch.testing.assert_close(loss, expected)
+    for a, b in zip(torch.autograd.grad(loss, (hidden, head)), wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def _trainer(model: DraftModel, directory: Path, precision: Precision, steps: int) -> Trainer:
+    data = tiny.dataset(directory)
+    file = directory / "checkpoint"
+    return Trainer(
+        model,
+        data,
+        replace(PLAN, steps=steps),
+        precision,
+        steps=steps,
+        seed=5,
+        dtype=torch.float32,
+        file=file,
+        mark="tiny",
+    )
+
+
+def _measure(model: DraftModel) -> dict[str, Any]:
+    return {"tokens_per_verify": float(model.head.detach().sum()), "acceptance": 0.0}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "int8"])
+def test_a_stage_that_was_cut_short_ends_as_one_that_was_not(
+    precision: Precision, tmp_path: Path
+) -> None:
+    for name in ("whole", "cut"):
+        (tmp_path / name).mkdir()
+    whole = _trainer(tiny.model(), tmp_path / "whole", precision, 8)
+    whole.run(_measure, lambda step, loss: None)
+    cut = _trainer(tiny.model(), tmp_path / "cut", precision, 8)
+
+    def stop(step: int, loss: float) -> None:
+        if step == 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        cut.run(_measure, stop)
+    # Other weights: all that is trained comes from the checkpoint.
+    model = tiny.model()
+    for parameter in (*model.parameters(), model.feature_scale):
+        parameter.data.zero_()
+    again = _trainer(model, tmp_path / "cut", precision, 8)
+    assert again.resume() == 3
+    again.run(_measure, lambda step, loss: None)
+    for name, value in whole.model.state_dict().items():
+        torch.testing.assert_close(again.model.state_dict()[name], value, rtol=0, atol=0)
+    assert again.curves.losses == whole.curves.losses
+    assert again.curves.acceptance == whole.curves.acceptance
+
+
+def test_a_checkpoint_of_another_stage_is_not_taken_up(tmp_path: Path) -> None:
+    trainer = _trainer(tiny.model(), tmp_path, "fp32", 3)
+    trainer.run(_measure, lambda step, loss: None)
+    other = Trainer(
+        tiny.model(),
+        tiny.dataset(tmp_path),
+        PLAN,
+        "fp32",
+        steps=3,
+        seed=5,
+        dtype=torch.float32,
+        file=tmp_path / "checkpoint",
+        mark="other",
+    )
+    assert other.resume() == 0
+
+
+def test_training_learns_what_follows_from_the_token_before(tmp_path: Path) -> None:
+    trainer = _trainer(tiny.model(), tmp_path, "fp32", 80)
+    data = tiny.dataset(tmp_path)
+    held_out = data.conversations(held_out=True)
+    before = evaluate(trainer.model, data, held_out, 3, "fp32", torch.float32)
+    trainer.run(_measure, lambda step, loss: None)
+    after = evaluate(trainer.model, data, held_out, 3, "fp32", torch.float32)
+    assert before["tokens_per_verify"] < 1.5
+    assert after["tokens_per_verify"] > 1.8
+    assert set(after["languages"]) == {"en", "zh"}
+    for losses in (trainer.curves.losses[-1][1],):
+        assert all(loss < trainer.curves.losses[0][1][0] / 4 for loss in losses)
