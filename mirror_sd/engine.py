@@ -116,7 +116,7 @@ class Engine:
     @property
     def draft_sources(self) -> tuple[str, ...]:
         """What a request can ask to be drafted from."""
-        return (*(self._drafters or ()), *(("head",) if self._has_head else ()))
+        return (*(self._drafters or ()), *(("head",) if self.has_draft_head else ()))
 
     def stats(self) -> EngineStats:
         return EngineStats(
@@ -171,7 +171,7 @@ class Engine:
             return None
         rule, wanted = self._speculation, params.draft_source
         # A source that is not there leaves the choice to us.
-        is_known = wanted in self._drafters or (wanted == "head" and self._has_head)
+        is_known = wanted in self._drafters or (wanted == "head" and self.has_draft_head)
         only = wanted if is_known else "auto"
         # Under load the rows of drafts that are rejected cost others their time.
         share = 2 if submit.degrade_level >= _SHORTER_DRAFTS_LEVEL else 1
@@ -190,7 +190,7 @@ class Engine:
         )
 
     @property
-    def _has_head(self) -> bool:
+    def has_draft_head(self) -> bool:
         return self._planner.head is not None and self._planner.head.is_on
 
     def _window(self, share: int) -> WindowController:

@@ -23,6 +23,13 @@ _DEPTHS = (0, 1, 2, 3, 4, 4, 6, 6, 8, 8, 8, 8, 12, 12, 12, 12, *([16] * 16))
 # Observations after which chances computed before are computed anew.
 _STALE_AFTER = 16
 
+# By strength; measured on support chat, docs/decisions/0015-history.md.
+_FIRST_GUESSES = {
+    "lookup": (0.22, 0.54, 0.68, 0.79, 0.89, 0.94, 0.97, 0.99),
+    "history": (0.25, 0.40, 0.49, 0.62, 0.73, 0.85, 0.94, 0.98),
+    "hint": (0.55, 0.74, 0.88, 0.89, 0.94, 0.96, 0.98, 0.99),
+}
+
 Context = tuple[str, int, int]
 
 
@@ -32,9 +39,8 @@ def first_guess(source: str, strength: int) -> float:
         return (strength + 0.5) / STRENGTHS
     if source == "reach":
         return 0.55
-    if source == "hint":
-        return 0.5 + 0.06 * min(strength, 6)
-    return 0.4 + 0.07 * min(strength, 7)
+    guesses = _FIRST_GUESSES.get(source)
+    return 0.5 if guesses is None else guesses[strength]
 
 
 class _Tally:

@@ -113,7 +113,7 @@ class DraftPlanner:
         self.report = DraftReport()
         self._asked = 0
         begin = self._clock()
-        ready = [piece for piece in pieces if piece.count == 1 and piece.reaches_end]
+        ready = [piece for piece in pieces if _is_decoding(piece)]
         self._market = self._open_market(len(ready), sum(piece.count for piece in pieces))
         able = [piece for piece in ready if _limit(piece) > 0]
         if able or self.head is not None:
@@ -155,6 +155,7 @@ class DraftPlanner:
         drafts, limit = piece.sequence.drafts, _limit(piece)
         assert drafts is not None
         offers = []
+        watched = {trial.source for trial in drafts.trials}
         for source in drafts.sources():
             tokens = source.propose(limit)
             if not tokens:
@@ -163,7 +164,8 @@ class DraftPlanner:
             context = (source.name, strength, level)
             key = LengthBandit.key(self._market.sequences, source.name, strength)
             trial = Trial(source.name, tokens, [context], key, self._market.price)
-            drafts.trials.setdefault(source.name, trial)
+            if source.name not in watched:
+                drafts.watch(trial)
             offer = self._offer(trial, self._model.survival(context))
             if offer.survival:
                 offers.append(offer)
@@ -192,7 +194,7 @@ class DraftPlanner:
             state = piece.sequence.head
             if state is None or id(piece.sequence) in chosen or state.pending < _TAKE_IN_FROM:
                 continue
-            if piece.reaches_end and not self.wants_head(self._market.sequences):
+            if _is_decoding(piece) and not self.wants_head(self._market.sequences):
                 piece.sequence.head = None
             else:
                 requests.append(HeadRequest(piece.sequence, 0, 1.0))
@@ -256,7 +258,7 @@ class DraftPlanner:
         key = LengthBandit.key(self._market.sequences, "head", 0)
         trial = Trial("head", request.tokens, contexts, key, self._market.price)
         trial.asked = request.steps
-        drafts.trials["head"] = trial
+        drafts.watch(trial)
         offer = self._offer(trial, survival)
         index = next((i for i, (other, _) in enumerate(offers) if other is piece), None)
         if index is None:
@@ -288,7 +290,8 @@ class DraftPlanner:
                 trial, drafts = offer.trial, piece.sequence.drafts
                 assert drafts is not None
                 piece.draft, piece.source = list(trial.tokens[:count]), trial.source
-                drafts.trials[trial.source] = trial
+                if trial not in drafts.trials:
+                    drafts.watch(trial)
 
     def _cover(self, sequence: Sequence, count: int) -> int:
         """Of `count` tokens to draft those that the block table has place for. A draft takes free
@@ -307,13 +310,14 @@ class DraftPlanner:
         drafts = piece.sequence.drafts
         if drafts is None:
             return
-        for name in list(drafts.trials):
-            trial = drafts.trials[name]
-            trial.observe(tokens, self._model, drafts.record(name))
-            # A source that was verified is asked anew in the next step.
-            if trial.is_over or name == piece.source:
-                del drafts.trials[name]
+        going_on = []
+        for trial in drafts.trials:
+            trial.observe(tokens, self._model, drafts.record(trial.source))
+            if trial.is_over:
                 self._close_trial(trial)
+            else:
+                going_on.append(trial)
+        drafts.trials = going_on
         if piece.draft:
             counts = self.report.by_source.setdefault(piece.source, [0, 0])
             counts[0] += len(piece.draft)
@@ -323,13 +327,10 @@ class DraftPlanner:
 
     def _close_trial(self, trial: Trial) -> None:
         if self._bandit is not None:
-            is_open = not trial.is_over
-            self._bandit.observe(trial.key, trial.proposed, trial.matched, trial.price, is_open)
+            self._bandit.observe(trial.key, trial.proposed, trial.matched, trial.price)
         if trial.source == "head":
-            level = trial.contexts[0][2]
-            drafted = trial.proposed if trial.is_over else trial.matched
-            was_full = not trial.is_over or trial.proposed == trial.asked
-            self._heads.observe_draft(level, drafted, trial.matched, was_full)
+            level, was_full = trial.contexts[0][2], trial.proposed == trial.asked
+            self._heads.observe_draft(level, trial.proposed, trial.matched, was_full)
 
     def _learn_asking(self, rows: int) -> None:
         """From what was accepted, not what was hoped for: the best of many guesses is too high."""
@@ -353,6 +354,11 @@ class DraftPlanner:
         self._purse.save(whole)
         if market.sequences and market.base == market.sequences:
             self._rates.observe(market.sequences, tokens, whole)
+
+
+def _is_decoding(piece: Slice) -> bool:
+    """Whether the slice can be drafted for."""
+    return piece.count == 1 and piece.reaches_end
 
 
 def _limit(piece: Slice) -> int:

@@ -29,18 +29,13 @@ class LengthBandit:
     def key(sequences: int, source: str, strength: int) -> Key:
         return (sequences.bit_length(), source, strength)
 
-    def observe(self, key: Key, proposed: int, matched: int, price: float, is_open: bool) -> None:
-        """A proposal of `proposed` tokens, of which `matched` were the target's; `is_open`: those
-        after them are not known. A row was worth `price` tokens."""
-        if proposed == 0:
-            return
-        known = matched if is_open else proposed
+    def observe(self, key: Key, proposed: int, matched: int, price: float) -> None:
+        """Of a proposal of `proposed` tokens `matched` were the target's, then one was not or there
+        were no more. A row was worth `price` tokens."""
         sums = self._sums.setdefault(key, [0.0] * len(self._arms))
         weights = self._weights.setdefault(key, [0.0] * len(self._arms))
         keep = 1.0 - 1.0 / _HORIZON
         for index, arm in enumerate(self._arms):
-            if is_open and arm > known:
-                break
             reward = min(arm, matched) - price * min(arm, proposed)
             sums[index] = sums[index] * keep + reward
             weights[index] = weights[index] * keep + 1.0

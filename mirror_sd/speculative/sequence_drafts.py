@@ -11,6 +11,8 @@ from mirror_sd.speculative.length_controller import WindowController
 from mirror_sd.speculative.repetition import RepetitionWatch
 from mirror_sd.speculative.trial import Trial
 
+_MOST_TRIALS = 12
+
 
 class SequenceDrafts:
     """Opens the sources when they are first asked and tells them what was committed since they were
@@ -52,7 +54,7 @@ class SequenceDrafts:
         self._records: dict[str, Record] = {}
         self._repetition = RepetitionWatch()
         self.uses_head = uses_head
-        self.trials: dict[str, Trial] = {}
+        self.trials: list[Trial] = []
         self.counts: dict[str, tuple[int, int]] = {}
 
     @property
@@ -106,6 +108,13 @@ class SequenceDrafts:
                 self._window.trust()
         self._tell_hint(self._hint)
         self._hint.extend(index, tokens)
+
+    def watch(self, trial: Trial) -> None:
+        """Compare the proposal with the tokens to come. One that was verified in part goes on to be
+        compared beside the next: what more it would have brought is to be known."""
+        if len(self.trials) == _MOST_TRIALS:
+            del self.trials[0]
+        self.trials.append(trial)
 
     def account(self, source: str, draft: Sequence[int], accepted: int) -> bool:
         """Take in a verified draft; whether the sequence has begun to go round in circles."""
