@@ -107,15 +107,15 @@ def test_lines_may_hold_conversations_too(tmp_path):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("[{", "is not a JSON array"),
+        ("[{", "is not JSON"),
         ("[]", "has no conversation"),
-        ("[1]", r":\[0\]: not a JSON object with `messages`"),
-        ('[{"conversations": []}]', "`conversations` is not a list"),
-        ('[{"conversations": [1]}]', "a message is not an object"),
-        ('[{"conversations": [{"from": "cat", "value": "x"}]}]', "from 'cat'; it can be from"),
-        ('[{"conversations": [{"from": ["a"], "value": "x"}]}]', "it can be from"),
-        ('[{"conversations": [{"from": "gpt", "value": "x"}]}]', "nothing but answers"),
-        ('[{"conversations": [{"from": "human"}]}]', "the `content` of a message is not text"),
+        ("[1]", "conversation 1: a conversation is not an object"),
+        ('[{"conversations": []}]', "conversation 1: neither"),
+        ('[{"conversations": [1]}]', "a turn is not an object"),
+        ('[{"conversations": [{"from": "cat", "value": "x"}]}]', "the role 'cat'"),
+        ('[{"conversations": [{"from": ["a"], "value": "x"}]}]', "of a turn is not one of"),
+        ('[{"conversations": [{"from": "gpt", "value": "x"}]}]', "1: nothing but answers"),
+        ('[{"conversations": [{"from": "human"}]}]', "the text of a user turn is not text"),
     ],
 )
 def test_a_damaged_array_is_named_with_the_place(tmp_path, text, says):

@@ -85,29 +85,35 @@ def test_the_built_in_prompts_can_be_limited():
 
 
 BAD_LINES = [
-    ("{", "not a JSON object"),
-    ('{"a": 1}', "not a JSON"),
-    ("[1]", "not a JSON"),
-    ("[" * 100_000, "not a JSON"),
-    (b"\xff\xfe", "not a JSON"),
-    ('{"messages": null}', "`messages` is not a list"),
-    ('{"messages": "hi"}', "`messages` is not a list"),
-    ('{"messages": []}', "`messages` is not a list"),
-    ('{"messages": ["hi"]}', "a message is not an object"),
-    ('{"messages": [{"role": "user"}]}', "the `content` of a message is not text"),
-    ('{"messages": [{"content": "hi"}]}', "the `role` of a message is not text"),
-    ('{"messages": [{"role": "user", "content": null}]}', "the `content` of a message is not"),
-    ('{"messages": [{"role": "user", "content": ["hi"]}]}', "the `content` of a message is"),
-    ('{"messages": [{"role": "user", "content": "\\ud800"}]}', "the `content` of a message is"),
+    ("{", "not JSON"),
+    ("[" * 100_000, "not JSON"),
+    ('{"a": 1}', "neither `messages` nor `conversations`"),
+    ("[1]", "a conversation is not an object"),
+    ('{"messages": null}', "is a list of turns"),
+    ('{"messages": "hi"}', "is a list of turns"),
+    ('{"messages": []}', "is a list of turns"),
+    ('{"messages": ["hi"]}', "a turn is not an object"),
+    ('{"messages": [{"role": "user"}]}', "the text of a user turn is not text"),
+    ('{"messages": [{"content": "hi"}]}', "the role None of a turn is not one of"),
+    ('{"messages": [{"role": "user", "content": null}]}', "the text of a user turn is not text"),
+    ('{"messages": [{"role": "user", "content": ["hi"]}]}', "the text of a user turn is not"),
+    ('{"messages": [{"role": "user", "content": "\\ud800"}]}', "the text of a user turn is not"),
+    ('{"messages": [{"role": "assistant", "content": "hi"}]}', "nothing but answers"),
 ]
 
 
 @pytest.mark.parametrize(("line", "says"), BAD_LINES)
 def test_a_bad_data_set_is_named_with_its_line(tmp_path, line, says):
     path = tmp_path / "data.jsonl"
-    good = b'{"messages": [{"role": "user", "content": "hi"}]}\n\n'
-    path.write_bytes(good + (line if isinstance(line, bytes) else line.encode()))
-    with pytest.raises(ConfigError, match=f"data.jsonl:3: {says}"):
+    path.write_text('{"messages": [{"role": "user", "content": "hi"}]}\n\n' + line)
+    with pytest.raises(ConfigError, match=f"data.jsonl, line 3: .*{says}"):
+        prompts.load(path)
+
+
+def test_a_data_set_that_is_not_text_is_named(tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match=r"data.jsonl is not UTF-8"):
         prompts.load(path)
 
 
@@ -169,5 +175,5 @@ def test_a_port_without_a_stack_is_named(unused_tcp_port):
 
 
 def test_a_missing_data_set_is_named(tmp_path):
-    with pytest.raises(ConfigError, match="cannot read the data set"):
+    with pytest.raises(ConfigError, match="cannot read the data"):
         prompts.load(tmp_path / "none.jsonl")
