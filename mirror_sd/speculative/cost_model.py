@@ -21,7 +21,7 @@ _GROWTH = 0.01
 _SLOWEST_GAIN, _DRIFT = 0.06, 0.03
 # A step that took longer than this many times what was expected met something else.
 _OUTLIER = 2.0
-_REFRESH_EVERY = 4
+_REFRESH_EVERY = 8
 
 
 class VerifyCost:

@@ -116,7 +116,7 @@ class DraftPlanner:
         ready = [piece for piece in pieces if _is_decoding(piece)]
         self._market = self._open_market(len(ready), sum(piece.count for piece in pieces))
         able = [piece for piece in ready if _limit(piece) > 0]
-        if able or self.head is not None:
+        if able or any(piece.sequence.head is not None for piece in pieces):
             offers = self._ask(able)
             self._call_head(pieces, able, offers)
             self._allot(offers)
