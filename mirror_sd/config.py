@@ -136,14 +136,14 @@ class EngineConfig(_Section):
 class SpeculationConfig(_Section):
     enabled: bool = Field(True, description="draft at all; a request can still turn it off")
     drafter: Literal["auto", "lookup", "history", "head"] = Field(
-        "lookup", description="where drafts come from; auto chooses what pays, step by step"
+        "auto", description="where drafts come from; auto chooses what pays, step by step"
     )
     draft: str = Field(
         "auto",
         description="file of the draft head; auto is the one shipped for the model, none for none",
     )
     length: Literal["window", "bandit"] = Field(
-        "window", description="rule of the draft length: window over rounds, or learned online"
+        "bandit", description="rule of the draft length: window over rounds, or learned online"
     )
     history_tokens: int = Field(
         200_000, ge=0, le=10_000_000, description="tokens of past requests kept for each tenant"
@@ -157,7 +157,7 @@ class SpeculationConfig(_Section):
         le=32,
         description="tokens to draft where it does not seem to pay; 0: only what pays",
     )
-    max_tokens: int = Field(8, ge=1, le=32, description="longest draft length")
+    max_tokens: int = Field(16, ge=1, le=32, description="longest draft length")
     initial_tokens: int = Field(4, ge=0, le=32, description="draft length of a new sequence")
     window: int = Field(10, ge=1, le=1000, description="rounds that the length rule looks back")
     grow_above: float = Field(0.8, ge=0, le=1, description="mean acceptance that adds 2")

@@ -128,7 +128,7 @@ def test_pool_without_settings_has_the_defaults(tmp_path: Path) -> None:
         ("sever.port=1", ("sever", "no such key")),
         ("pools.cpu.precision=int3", ("pools.cpu.precision", "'int3'", "'fp32'", "'bf16'")),
         ("pools.npu.workers=1", ("pools.npu", "'cpu'", "'gpu'", "'tpu'")),
-        ("speculation.min_tokens=9", ("speculation", "min_tokens is 9", "max_tokens, which is 8")),
+        ("speculation.min_tokens=17", ("speculation", "min_tokens is 17", "which is 16")),
         ("speculation.ngram_min=5", ("speculation", "ngram_min is 5", "ngram_max, which is 4")),
         ("broker.fallback_s=.inf", ("broker.fallback_s", "inf", "finite")),
         ("server.start_timeout_s=.nan", ("server.start_timeout_s", "nan", "finite")),

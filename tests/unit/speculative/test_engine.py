@@ -30,7 +30,7 @@ def make_engine(
         EngineConfig(
             block_size=4, kv_cache_mb=max(blocks, 8), prefill_chunk=chunk, prefix_reuse=prefix_reuse
         ),
-        SpeculationConfig(enabled=speculation, ngram_min=1),
+        SpeculationConfig(enabled=speculation, ngram_min=1, max_tokens=8),
         model_name="m",
         device_class="cpu",
         slots=slots,
