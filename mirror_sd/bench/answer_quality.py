@@ -48,9 +48,11 @@ def measure(task: Task, tokenizer: Tokenizer, report: Callable[[str], None]) -> 
     """`runs`: a row each for transformers in fp32 and ours; `speculative_equals_plain`: whether no
     token differs between the runs of a precision. Raises `PeerFailed`."""
     model = peer_lineup.transformers_model(task.files, task.threads, report)
+    report(f"{len(task.prompts)} answers by {REFERENCE}")
     rows = [_transformers(task, model)]
     unavailable = []
     for precision in task.precisions:
+        report(f"{len(task.prompts)} answers by ours in {precision}")
         found, missing = _ours(task, precision)
         rows += found
         unavailable += missing

@@ -29,11 +29,11 @@ def unused_tcp_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def engine_on(target: HashTarget) -> Engine:
+def engine_on(target: HashTarget, min_tokens: int = 0) -> Engine:
     return Engine(
         target,
         EngineConfig(block_size=4, kv_cache_mb=512, prefill_chunk=16),
-        SpeculationConfig(ngram_min=1),
+        SpeculationConfig(ngram_min=1, min_tokens=min_tokens),
         model_name="m",
         device_class="cpu",
         slots=16,

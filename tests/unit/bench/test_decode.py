@@ -15,6 +15,7 @@ from mirror_sd.bench import draft_figures, near_duplicates
 from mirror_sd.bench.cli import app
 from mirror_sd.bench.decode import greedy, run_engine
 from mirror_sd.bench.options import table
+from mirror_sd.bench.peer_engine import EngineSession
 from mirror_sd.errors import ConfigError
 from mirror_sd.offline import load_tokenizer
 from tests.unit.bench.test_bench import engine_on
@@ -155,7 +156,7 @@ def test_each_prompt_has_a_seed_of_its_own():
 
 
 def test_a_hint_is_drafted_from():
-    engine = engine_on(HashTarget())
+    engine = engine_on(HashTarget(), min_tokens=4)  # drafts whether it pays or not
     params = greedy(20, (), speculation=True)
     first = run_engine(engine, [(1, 2, 3)], params, tag="a")
     second = run_engine(engine, [(1, 2, 3)], params, tag="b", hint=tuple(first.tokens[0]))
@@ -324,6 +325,18 @@ def test_sampled_near_duplicates_are_the_same_with_any_drafts(near_duplicate_rep
 def test_a_source_that_is_not_there_is_reported_with_its_reason(near_duplicate_report):
     [absent] = near_duplicate_report[0]["unavailable"]
     assert (absent["precision"], absent["drafter"]) == ("int8", "head") and absent["reason"]
+
+
+def test_a_draft_that_cannot_be_read_is_the_reason_told(default_model, tmp_path):
+    damaged = tmp_path / "damaged.draft.safetensors"
+    damaged.write_bytes(b"not a draft")
+    session = EngineSession()
+    settings = ["speculation.drafter=auto", f"speculation.draft={damaged}"]
+    session.load([*settings, "engine.kv_cache_mb=64"], threads=1, streams=1, stop=[])
+    missing = session.missing(["lookup", "history", "head", "auto"])
+    assert set(missing) == {"head"} and "damaged.draft" in missing["head"]
+    session.load(["speculation.enabled=false"], threads=1, streams=1, stop=[])
+    assert session.missing(["lookup"]) == {"lookup": "speculation.enabled is false"}
 
 
 def test_a_decode_report_becomes_a_picture(near_duplicate_report):
