@@ -6,6 +6,7 @@ compared, those too that were not verified.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from mirror_sd.speculative.length_bandit import LengthBandit
 from mirror_sd.speculative.sequence import Sequence
 from mirror_sd.speculative.trial import Trial
 
+logger = logging.getLogger(__name__)
 # Share of all time for drafts that do not seem to pay, and the most that is saved up of it.
 _TRYING_SHARE, _TRYING_MOST_S = 0.004, 0.2
 # Tokens of a cached prefix that are computed again so that a head can read them.
@@ -141,7 +143,14 @@ class DraftPlanner:
         asked = [p for p in able if part and p.sequence.arrival % part == 0]
         begin = self._clock()
         for piece in asked:
-            offers = self._offers(piece)
+            try:
+                offers = self._offers(piece)
+            except Exception:
+                # A source is never worth a request, nor the worker.
+                logger.exception("request %s goes on without drafts", piece.sequence.request_id)
+                assert piece.sequence.drafts is not None
+                piece.sequence.drafts.switch_off()
+                continue
             # Where all is lost at this price, the likeliest is kept for a try.
             chosen = best(offers, market.price) or max(
                 offers, key=lambda offer: offer.survival[0], default=None

@@ -109,6 +109,10 @@ class SequenceDrafts:
         self._tell_hint(self._hint)
         self._hint.extend(index, tokens)
 
+    def switch_off(self) -> None:
+        """Draft no more for the sequence."""
+        self._longest = 0
+
     def watch(self, trial: Trial) -> None:
         """Compare the proposal with the tokens to come. One that was verified in part goes on to be
         compared beside the next: what more it would have brought is to be known."""

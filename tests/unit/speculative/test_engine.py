@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mirror_sd import telemetry
 from mirror_sd.config import EngineConfig, SpeculationConfig
 from mirror_sd.engine import Engine
 from mirror_sd.errors import ContextLengthExceeded, InvalidRequest
@@ -125,6 +126,34 @@ def test_drafts_are_accepted_and_save_forwards():
     assert 0 < usage.accepted_tokens <= usage.drafted_tokens
     assert usage.verify_rounds + usage.accepted_tokens == 120
     assert engine.stats().steps == usage.verify_rounds < 120
+
+
+def test_an_answer_that_goes_round_in_circles_gets_shorter_drafts_and_is_counted():
+    engine = make_engine(memory=1, clock=free_time)
+    before = telemetry.DRAFT_REPETITIONS.labels("cpu")._value.get()
+    item = submit(max_tokens=400, draft_source="lookup")
+    tokens, ends = run(engine, [item])
+    assert tokens["a"] == solo(item, memory=1)
+    assert telemetry.DRAFT_REPETITIONS.labels("cpu")._value.get() > before
+    usage = ends["a"].usage
+    assert usage.completion_tokens / usage.verify_rounds < 6, "drafts of 8 are cut to 4"
+
+
+def test_a_source_that_fails_costs_no_request(caplog):
+    engine = make_engine(memory=1)
+
+    class Broken:
+        def open(self, tokens, *, tenant, prompt_length):
+            raise RuntimeError("broken")
+
+        def close(self, source, tokens, *, tenant, prompt_length):
+            pass
+
+    engine._drafters = {"lookup": Broken()}
+    items = [submit(name, max_tokens=30) for name in "ab"]
+    tokens, _ = run(engine, items)
+    assert tokens["a"] == tokens["b"] == solo(items[0], memory=1)
+    assert "goes on without drafts" in caplog.text
 
 
 def test_speculation_off_drafts_nothing():
