@@ -26,7 +26,7 @@ from mirror_sd.bench.options import (
 )
 from mirror_sd.offline import load_tokenizer
 
-_SWEPT = "1,2,4,8"
+_SWEPT = "1,2,4,8,16"
 _SHOWN = (
     "precision",
     "drafter",
