@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -21,7 +22,7 @@ from tests.unit.backends.drafts import (
     of_precision,
     random_draft,
 )
-from tests.unit.backends.native.batches import Run, advance, ints
+from tests.unit.backends.native.batches import Run, advance, batch_of, ints
 from tests.unit.backends.native.models import FP32, INT8, native, random_weights
 from tests.unit.backends.native.models import ODD as TARGET
 
@@ -308,6 +309,25 @@ def test_target_and_draft_do_not_disturb_each_other() -> None:
         head.draft(draft_batch([(story, done, done + count)], 5))
         done += count
     assert np.array_equal(runs[0].logits, runs[1].logits)
+
+
+def test_drafts_and_forwards_of_several_threads_take_turns() -> None:
+    target = native(TARGET, INT8, threads=2)
+    target.allocate_kv(8, 16)
+    heads = [NativeDraftHead(of_precision("int8"), target) for _ in range(2)]
+    story, run = Story(40, [0, 1, 2, 3]), Run(Story(40, [0]).ids, ints(0, 1, 2))
+    batch, forward = draft_batch([(story, 0, 40)], 6), batch_of([(run, 40)])
+    for head in heads:
+        head.allocate_kv(8, 16)
+    expected, logits = heads[0].draft(batch), target.forward(forward).copy()
+
+    def work(index: int) -> bool:
+        if index % 3 == 0:
+            return np.array_equal(target.forward(forward), logits)
+        return np.array_equal(heads[index % 3 - 1].draft(batch)[1], expected[1])
+
+    with ThreadPoolExecutor(3) as pool:
+        assert all(pool.map(work, range(120)))
 
 
 def test_the_head_keeps_its_target_alive() -> None:
