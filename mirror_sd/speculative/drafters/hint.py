@@ -8,21 +8,22 @@ the prompt, not in the other answer (docs/decisions/0010-draft-hints.md has the 
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Sequence
-
-from mirror_sd.speculative.drafters import STRENGTHS
 
 # Of what was written last, as much as can be found again is what the two have in common.
 _LONGEST = 4
 _SHORTEST = 2
+# The least tokens in a row on which the two have agreed, for each strength above 0. Measured on
+# near-duplicates, the next token is right in 55, 74, 88, 89, 94, 96, 98 and 99 of 100.
+_STEPS = (1, 3, 6, 12, 20, 32, 48)
 
 
 class HintSource:
     """`completion` is what was generated so far; tokens of the other answer come by `extend`, which
-    keeps at most `limit` of them. Its strength is the number of tokens in a row on which the two
-    answers have agreed."""
+    keeps at most `limit` of them. Its strength grows with the tokens in a row on which the two have
+    agreed."""
 
     name = "hint"
 
@@ -65,7 +66,7 @@ class HintSource:
         return self._hint[begin : begin + limit]
 
     def strength(self) -> int:
-        return min(self._agreed, STRENGTHS - 1)
+        return bisect_right(_STEPS, self._agreed)
 
     def commit(self, tokens: Sequence[int]) -> None:
         """The target's next tokens."""

@@ -6,21 +6,27 @@ occurrence of it.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 
-from mirror_sd.speculative.drafters import STRENGTHS, DraftSource
+from mirror_sd.speculative.drafters import DraftSource
+
+# The least tokens that match for each strength above 0. Measured on support chat, the next token
+# is right in 22, 54, 68, 79, 89, 94, 97 and 99 of 100.
+_STEPS = (2, 3, 4, 6, 12, 20, 32)
 
 
 class LookupSource:
     """An n-gram index of one growing sequence; O(n-gram sizes) per token and per proposal. Its
-    strength is the length of the n-gram that matched."""
+    strength grows with the tokens before the place found that are those written last."""
 
     name = "lookup"
 
     def __init__(self, tokens: Sequence[int], sizes: range) -> None:
         self._tokens: list[int] = []
         self._sizes = sizes
-        self._matched = 0
+        # Where the last proposal begins, behind an n-gram that matched; 0 if there was none.
+        self._found = 0
         # n-gram -> index just past its latest occurrence that has a continuation.
         self._after: dict[tuple[int, ...], int] = {}
         self.commit(tokens)
@@ -34,7 +40,7 @@ class LookupSource:
             self._tokens.append(token)
 
     def propose(self, limit: int) -> list[int]:
-        self._matched = 0
+        self._found = 0
         if limit <= 0:
             return []
         end = len(self._tokens)
@@ -43,12 +49,16 @@ class LookupSource:
                 continue
             start = self._after.get(tuple(self._tokens[end - size :]))
             if start is not None:
-                self._matched = size
+                self._found = start
                 return self._cycle(start, limit)
         return []
 
     def strength(self) -> int:
-        return min(self._matched, STRENGTHS - 1)
+        tokens, end, start = self._tokens, len(self._tokens), self._found
+        most, matched = min(start, _STEPS[-1]), 0
+        while matched < most and tokens[start - 1 - matched] == tokens[end - 1 - matched]:
+            matched += 1
+        return bisect_right(_STEPS, matched)
 
     def _cycle(self, start: int, limit: int) -> list[int]:
         # A match that overlaps the end goes on with what it has just proposed: a loop repeats.
