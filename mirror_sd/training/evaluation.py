@@ -147,13 +147,14 @@ def _ranks(
     states = model.unroll(weights, batch.token_ids.to(device), batch.features.to(device), chain)
     for depth, state in enumerate(states):
         normed = model.norm(state[rows.to(device)].float(), weights["final_norm"])
-        logits = functional.linear(normed, weights["head"]).float().cpu()
+        # In fp32: rounded to bfloat16, many of the best logits would be equal.
+        with torch.autocast(device.type, enabled=False):
+            logits = functional.linear(normed, weights["head"].float()).cpu()
+        own = logits.gather(1, labels.clamp(min=0)[:, None])
         if depth == 0:
-            nats = functional.cross_entropy(logits, labels.clamp(min=0), reduction="none")
-            losses[rows.numpy()] = nats.numpy()
-        best = logits.topk(min(_RANKED, logits.shape[1]), dim=1).indices
-        hits = best == labels[:, None]
-        rank = torch.where(hits.any(dim=1) & known, hits.int().argmax(dim=1), NOWHERE)
+            losses[rows.numpy()] = (logits.logsumexp(dim=1) - own[:, 0]).numpy()
+        rank = (logits > own).sum(dim=1)
+        rank = torch.where(known & (rank < _RANKED), rank, NOWHERE)
         ranks[depth][rows.numpy()] = rank.numpy().astype(np.int8)
     return ranks, losses
 

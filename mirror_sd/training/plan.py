@@ -45,16 +45,16 @@ class TrainPlan:
     taps: tuple[int, ...] = ()
     draft_vocab: int = 8192
     unroll: int = 3
-    batch_tokens: int = 2048
-    steps: int = 1200
-    mixed_steps: int = 150
-    warmup: int = 60
+    batch_tokens: int = 1024
+    steps: int = 1600
+    mixed_steps: int = 200
+    warmup: int = 80
     rate: float = 1e-3
     weight_decay: float = 0.01
     clip: float = 1.0
     ema: float = 0.99
     hard_share: float = 0.2
-    evaluate_every: int = 100
+    evaluate_every: int = 200
     checkpoint_every: int = 50
 
 

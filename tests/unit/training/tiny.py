@@ -72,7 +72,7 @@ def dataset(directory: Path, conversations: int = 24, seed: int = 0) -> Dataset:
         directory / "index.npz",
         offsets=offsets,
         prompt_lengths=np.full(conversations, 4),
-        held_out=np.arange(conversations) % 6 == 0,
+        held_out=np.arange(conversations) % 5 == 0,
         languages=np.array(["en", "zh"] * conversations)[:conversations],
         vocabulary=vocabulary,
     )

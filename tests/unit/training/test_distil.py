@@ -1,0 +1,83 @@
+"""`mirror-sd distil` as a user runs it: a smoke run on the real model, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mirror_sd import model_store
+from mirror_sd.uir import draft_file
+
+MODEL = "smollm2-135m-instruct"
+is_pulled = any(m.name == MODEL and m.path is not None for m in model_store.available())
+
+
+def _distil(*arguments: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "mirror_sd.cli", "distil", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+
+
+@pytest.mark.skipif(not is_pulled, reason=f"{MODEL} is not pulled")
+def test_a_smoke_run_learns_exports_and_can_be_resumed(tmp_path: Path) -> None:
+    arguments = ("--out", str(tmp_path), "--smoke", "--precision", "int8,fp16", "--json")
+    done = _distil(*arguments, timeout_s=280.0)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report == json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
+    losses = np.array([losses for _, losses in report["curves"]["fp32"]["losses"]])
+    assert (losses[-6:].mean(axis=0) < 0.6 * losses[:6].mean(axis=0)).all()
+    assert report["curves"]["fp32"]["acceptance"]
+    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
+    for precision in ("int8", "fp16"):
+        row = report["exports"][precision]
+        assert row["points_lost"] < 2.0
+        assert row["tokens_per_verify"] > 1.0
+        program = draft_file.read(tmp_path / row["file"])
+        assert program.spec.precision == precision
+        assert program.spec.target == MODEL
+
+    refused = _distil(*arguments)
+    assert refused.returncode == 1
+    assert "--resume goes on with it" in refused.stderr
+    again = _distil(*arguments, "--resume", timeout_s=120.0)
+    assert again.returncode == 0, again.stderr
+    assert json.loads(again.stdout)["exports"] == report["exports"]
+    snapshot = _distil(*arguments, "--snapshot", timeout_s=120.0)
+    assert snapshot.returncode == 0, snapshot.stderr
+    assert json.loads(snapshot.stdout)["step"] == report["plan"]["train"]["steps"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "said"),
+    [
+        (("--precision", "int4"), 2, "'int4' is not one of int8, fp16, bf16, fp32"),
+        (("--taps", "3,x"), 2, "'3,x' is not a comma list of layers"),
+        (("--data", "none.json"), 1, "cannot read the data none.json"),
+        (("--model", "no-such-model"), 1, "no-such-model"),
+        (("--set", "engine.block_size=0"), 1, "block_size"),
+    ],
+)
+def test_bad_usage_is_one_sentence_and_no_traceback(
+    arguments: tuple[str, ...], status: int, said: str, tmp_path: Path
+) -> None:
+    done = _distil("--out", str(tmp_path / "run"), *arguments)
+    assert done.returncode == status, done.stderr
+    assert said in " ".join(done.stderr.replace("│", " ").split())
+    assert "Traceback" not in done.stderr
+
+
+def test_a_plain_file_for_the_directory_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "x").write_text("", encoding="utf-8")
+    done = _distil("--out", str(tmp_path / "x"))
+    assert done.returncode == 1
+    assert "is a file; a directory is wanted" in done.stderr
