@@ -146,7 +146,10 @@ class SpeculationConfig(_Section):
         "bandit", description="rule of the draft length: window over rounds, or learned online"
     )
     history_tokens: int = Field(
-        200_000, ge=0, le=10_000_000, description="tokens of past requests kept for each tenant"
+        200_000,
+        ge=0,
+        le=10_000_000,
+        description="tokens of past answers kept for each tenant, 23 bytes each; 0: none",
     )
     history_tenants: int = Field(
         64, ge=1, le=10_000, description="tenants whose history is kept, the latest ones"
