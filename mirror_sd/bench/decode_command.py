@@ -26,7 +26,6 @@ from mirror_sd.bench.options import (
 )
 from mirror_sd.offline import load_tokenizer
 
-_SWEPT = "1,2,4,8,16"
 _SHOWN = (
     "precision",
     "drafter",
@@ -42,41 +41,50 @@ _SHOWN = (
 )
 
 
+Concurrency = Annotated[
+    int, typer.Option(min=1, help="Prompts at once; a next one starts when one ends.")
+]
+Drafters = Annotated[str, typer.Option(help=f"Comma list of {', '.join(drafts.DRAFTERS)}.")]
+Precisions = Annotated[
+    str, typer.Option(help="Comma list of precisions; default: the configured one.")
+]
+Temperature = Annotated[float, typer.Option(min=0, max=2, help="0 is greedy.")]
+NearDuplicates = Annotated[
+    bool,
+    typer.Option(
+        "--near-duplicates",
+        help="The data set has clusters: the first of each teaches, later ones count.",
+    ),
+]
+Hints = Annotated[
+    bool, typer.Option("--hints", help="Near-duplicates get the hints of the merger too.")
+]
+Sweep = Annotated[
+    bool, typer.Option("--sweep", help="Also each source of --drafters at fixed lengths.")
+]
+Lengths = Annotated[str, typer.Option(help="Comma list: draft lengths of --sweep.")]
+Warm = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Prompts that each drafter answers before it is measured; default: one a stream.",
+    ),
+]
+
+
 def command(
     dataset: Dataset = None,
     limit: Limit = None,
     max_tokens: MaxTokens = 128,
-    concurrency: Annotated[
-        int, typer.Option(min=1, help="Prompts at once; a next one starts when one ends.")
-    ] = 1,
-    drafters: Annotated[
-        str, typer.Option(help=f"Comma list of {', '.join(drafts.DRAFTERS)}.")
-    ] = "off,auto",
-    precision: Annotated[
-        str, typer.Option(help="Comma list of precisions; default: the configured one.")
-    ] = "",
-    temperature: Annotated[float, typer.Option(min=0, max=2, help="0 is greedy.")] = 0.0,
-    near_duplicate: Annotated[
-        bool,
-        typer.Option(
-            "--near-duplicates",
-            help="The data set has clusters: the first of each teaches, later ones count.",
-        ),
-    ] = False,
-    hints: Annotated[
-        bool, typer.Option("--hints", help="Near-duplicates get the hints of the merger too.")
-    ] = False,
-    sweep: Annotated[
-        bool, typer.Option("--sweep", help="Also each source of --drafters at fixed lengths.")
-    ] = False,
-    lengths: Annotated[str, typer.Option(help="Comma list: draft lengths of --sweep.")] = _SWEPT,
-    warm: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Prompts that each drafter answers before it is measured; default: --concurrency.",
-        ),
-    ] = None,
+    concurrency: Concurrency = 1,
+    drafters: Drafters = "off,auto",
+    precision: Precisions = "",
+    temperature: Temperature = 0.0,
+    near_duplicate: NearDuplicates = False,
+    hints: Hints = False,
+    sweep: Sweep = False,
+    lengths: Lengths = "1,2,4,8,16",
+    warm: Warm = None,
     plot: PlotFile = None,
     rounds: Rounds = 2,
     threads: Threads = None,
@@ -94,18 +102,16 @@ def command(
     wanted = one_of(drafters, drafts.DRAFTERS, "--drafters")
     if plot is not None:
         drawing.pyplot()
+    if near_duplicate and (dataset is None or concurrency > 1):
+        raise typer.BadParameter(
+            "takes a --dataset of clusters, one prompt at a time", param_hint="--near-duplicates"
+        )
     config = configuration.load(overrides=overrides or ())
     tokenizer = load_tokenizer(config)
-    clusters = None
-    if near_duplicate:
-        if dataset is None or concurrency > 1:
-            raise typer.BadParameter(
-                "takes a --dataset of clusters, one prompt at a time",
-                param_hint="--near-duplicates",
-            )
+    if near_duplicate and dataset is not None:
         ids, clusters = near_duplicates.load(dataset, limit, config, tokenizer, hinted=hints)
     else:
-        ids = encode(tokenizer, prompts.load(dataset, limit))
+        ids, clusters = encode(tokenizer, prompts.load(dataset, limit)), None
     pool, settings = next(iter(config.pools.items()))
     task = drafts.Task(
         prompts=ids,
@@ -123,18 +129,11 @@ def command(
         lengths=numbers(lengths, "--lengths") if sweep else (),
         clusters=clusters,
     )
-    facts = {
-        "machine": machine.describe(),
-        "threads": task.threads,
-        "prompts": len(ids),
-        "max_tokens": max_tokens,
-        "concurrency": concurrency,
-        "temperature": temperature,
-    }
-    found = facts | drafts.measure(task, lambda line: typer.echo(line, err=True))
-    _show(found, as_json)
+    report = {"machine": machine.describe(), **task.facts()}
+    report |= drafts.measure(task, lambda line: typer.echo(line, err=True))
+    _show(report, as_json)
     if plot is not None:
-        decode_plot.draw(found, plot)
+        decode_plot.draw(report, plot)
 
 
 def _show(report: dict[str, Any], as_json: bool) -> None:

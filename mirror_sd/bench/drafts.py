@@ -47,6 +47,16 @@ class Task:
     lengths: Sequence[int] = ()
     clusters: Clusters | None = None
 
+    def facts(self) -> dict[str, Any]:
+        """What a report says of how it was asked."""
+        return {
+            "threads": self.threads,
+            "prompts": len(self.prompts),
+            "max_tokens": self.max_tokens,
+            "concurrency": self.concurrency,
+            "temperature": self.temperature,
+        }
+
 
 def measure(task: Task, report: Callable[[str], None]) -> dict[str, Any]:
     """`runs`: a row for each run, in the order they were made; `drafters`: their means;
