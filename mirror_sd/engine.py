@@ -128,6 +128,7 @@ class Engine:
             tokens=self._tokens,
             draft_s=self._draft_s,
             verify_s=self._verify_s,
+            history_bytes=sum(drafter.nbytes for drafter in (self._drafters or {}).values()),
         )
 
     def health(self) -> DeviceHealth:

@@ -18,3 +18,4 @@ class EngineStats:
     tokens: int = 0
     draft_s: float = 0.0
     verify_s: float = 0.0
+    history_bytes: int = 0

@@ -185,6 +185,9 @@ DRAFT_HEAD = _latest(
     "1 where a draft head drafts, 0 where one is set and cannot be used; absent where none is.",
     ("class",),
 )
+HISTORY_BYTES = _gauge(
+    "mirror_worker_history_bytes", "Memory of the answers kept to draft others from.", ("class",)
+)
 KV_USED = _gauge("mirror_worker_kv_blocks_used", "KV blocks held by sequences.", ("class",))
 KV_FREE = _gauge(
     "mirror_worker_kv_blocks_free", "KV blocks free or holding only reusable prefixes.", ("class",)

@@ -43,6 +43,7 @@ class Gauges:
         self._running = telemetry.RUNNING.labels(device_class)
         self._kv_used = telemetry.KV_USED.labels(device_class)
         self._kv_free = telemetry.KV_FREE.labels(device_class)
+        self._history = telemetry.HISTORY_BYTES.labels(device_class)
         telemetry.ENGINE_INFO.labels(
             device_class,
             capabilities.name,
@@ -55,6 +56,7 @@ class Gauges:
         self._running.set(stats.running)
         self._kv_used.set(stats.kv_blocks_used)
         self._kv_free.set(stats.kv_blocks_free)
+        self._history.set(stats.history_bytes)
 
 
 def registration(engine: Engine, worker_id: str, device_class: str, pid: int) -> Register:

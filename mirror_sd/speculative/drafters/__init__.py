@@ -35,6 +35,11 @@ class DraftSource(Protocol):
 class Drafter(Protocol):
     """One per engine; makes the source of each sequence."""
 
+    @property
+    def nbytes(self) -> int:
+        """Memory of what outlives the sequences it came from. Read after each step."""
+        ...
+
     def open(self, tokens: Sequence[int], *, tenant: str, prompt_length: int) -> DraftSource:
         """For a sequence that has `tokens`, the first `prompt_length` of them its prompt. Called
         when it is first asked for a draft, which may be never; `tokens` are not to be changed."""

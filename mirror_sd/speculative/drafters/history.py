@@ -99,11 +99,8 @@ class HistoryDrafter:
         self._tokens = tokens
         self._tenants = tenants
         self._texts: OrderedDict[str, TenantTexts] = OrderedDict()
-
-    @property
-    def nbytes(self) -> int:
-        """Memory of the past of all tenants."""
-        return sum(texts.past.nbytes for texts in self._texts.values())
+        # Memory of the past of all tenants.
+        self.nbytes = 0
 
     def open(self, tokens: Sequence[int], *, tenant: str, prompt_length: int) -> HistorySource:
         texts = self._texts_of(tenant)
@@ -124,13 +121,17 @@ class HistoryDrafter:
         if isinstance(source, HistorySource) and source.own in texts.running:
             texts.running.remove(source.own)
         if len(tokens) > prompt_length:
+            self.nbytes -= texts.past.nbytes
             texts.past.add(tokens[max(prompt_length - _PROMPT_TOKENS, 0) :])
+            self.nbytes += texts.past.nbytes
 
     def _texts_of(self, tenant: str) -> TenantTexts:
         texts = self._texts.get(tenant)
         if texts is None:
             texts = self._texts[tenant] = TenantTexts(SuffixRing(self._tokens))
+            self.nbytes += texts.past.nbytes
             if len(self._texts) > self._tenants:
-                self._texts.popitem(last=False)
+                _, oldest = self._texts.popitem(last=False)
+                self.nbytes -= oldest.past.nbytes
         self._texts.move_to_end(tenant)
         return texts

@@ -69,6 +69,8 @@ class LookupSource:
 class LookupDrafter:
     """Makes a `LookupSource` per sequence."""
 
+    nbytes = 0
+
     def __init__(self, *, ngram_min: int, ngram_max: int) -> None:
         if not 1 <= ngram_min <= ngram_max:
             raise ValueError(f"n-gram sizes {ngram_min}..{ngram_max} are out of order")

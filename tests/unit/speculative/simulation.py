@@ -123,6 +123,8 @@ class SimDrafter:
     def __init__(self, name: str, curve: Curve, clock: Clock) -> None:
         self._name, self._curve, self._clock = name, curve, clock
 
+    nbytes = 0
+
     def open(self, tokens: Sequence[int], *, tenant: str, prompt_length: int) -> SimSource:
         return SimSource(self._name, self._curve, self._clock, tokens)
 

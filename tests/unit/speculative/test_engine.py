@@ -143,6 +143,8 @@ def test_a_source_that_fails_costs_no_request(caplog):
     engine = make_engine(memory=1)
 
     class Broken:
+        nbytes = 0
+
         def open(self, tokens, *, tenant, prompt_length):
             raise RuntimeError("broken")
 

@@ -216,7 +216,8 @@ def test_memory_is_bounded_by_tokens_and_tenants():
     for turn in range(3000):
         answer = [rng.randrange(49152) for _ in range(50)]
         end(drafter, PROMPT, answer, tenant=f"tenant {turn % 7}")
-    assert drafter.nbytes <= 3 * 28 * 4096
+        assert drafter.nbytes == sum(texts.past.nbytes for texts in drafter._texts.values())
+        assert drafter.nbytes <= 3 * 28 * 4096
 
 
 def test_bounds_below_one_are_refused():
@@ -252,7 +253,9 @@ def test_a_repeated_request_is_drafted_from_its_first_answer_and_another_tenants
     assert ends["1"].usage.drafted_tokens == 0
     again = submit("2", prompt=(1, 2, 3, 4), max_tokens=80)
     others = submit("3", prompt=(1, 2, 3, 4), max_tokens=80)
+    kept = engine.stats().history_bytes
     tokens, ends = run(engine, [of_tenant(again, "a"), of_tenant(others, "b")])
+    assert engine.stats().history_bytes > kept > 0, "another tenant has a history of its own now"
     assert tokens["2"] == tokens["3"] == solo(first, memory=3)
     assert ends["2"].usage.accepted_tokens > 60
     assert ends["3"].usage.drafted_tokens == 0, "neither from a's past nor from a's running one"
