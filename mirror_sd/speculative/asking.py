@@ -9,8 +9,8 @@ from __future__ import annotations
 from mirror_sd.speculative.chooser import Purse
 
 _SCOUTS_OF = 4
-# Below this many sequences all are asked always.
-_FEW = 4
+# Below this many sequences all are asked always, and from the next on only scouts to begin with.
+_FEW, _MANY = 4, 8
 _SHARE, _MOST_S = 0.003, 0.005
 _GAIN = 0.01
 _GUESS_S = 1e-5
@@ -33,13 +33,16 @@ class Asking:
         return _SCOUTS_OF if self._purse.spend(self._seconds * sequences / _SCOUTS_OF) else 0
 
     def _pays(self, sequences: int, rate: float) -> bool:
-        return self._worth.get(sequences.bit_length(), 1.0) > rate * self._seconds
+        return self._known_worth(sequences) > rate * self._seconds
+
+    def _known_worth(self, sequences: int) -> float:
+        return self._worth.get(sequences.bit_length(), 1.0 if sequences < _MANY else 0.0)
 
     def observe(self, sequences: int, asked: int, gain: float, seconds: float) -> None:
         """`asked` of the sequences were, in all for `seconds`, and brought `gain` tokens more than
         their rows were worth."""
         key = sequences.bit_length()
-        before = self._worth.get(key, 1.0)
+        before = self._known_worth(sequences)
         weight = min(_GAIN * asked, 0.1)
         self._worth[key] = before + weight * (gain / asked - before)
         self._seconds += 0.05 * (min(seconds / asked, 1e-3) - self._seconds)

@@ -230,27 +230,46 @@ class DraftPlanner:
         ]
         if not candidates:
             return []
-        count = len(candidates)
-        floor = self._heads.floor(count, market.rate, market.price)
         is_fixed = self._config.min_tokens > 0
+        asked = candidates if is_fixed else self._worth_a_pass(candidates, offers)
+        count = max(len(asked), 1)
+        floor = 0.0 if is_fixed else self._heads.floor(count, market.rate, market.price)
         drafting = []
-        for piece in candidates:
-            assert piece.sequence.drafts is not None
-            level, limit = piece.sequence.drafts.record("head").level, _limit(piece)
-            worth, pays = self._heads.prospect(level, limit, count, market.rate, market.price)
-            other = offers.get(id(piece))
-            rival = max(other.worth(market.price), 0.0) if other is not None else 0.0
-            if worth <= rival and not is_fixed:
-                cost_s = (rival - worth) / market.rate if market.rate > 0 else 0.0
-                if not self._purse.spend(max(cost_s, self._heads.share_s(count))):
-                    continue
-            # Some more than pays on the average: the floor stops where it does not.
-            steps = limit if is_fixed else min(limit, pays + (2 if count == 1 else 1))
+        for piece in asked:
+            steps = _limit(piece)
+            if not is_fixed:
+                # Some more than pays on the average: the floor stops where it does not.
+                _, pays = self._prospect(piece, count)
+                steps = min(steps, pays + (2 if count == 1 else 1))
             steps = self._cover(piece.sequence, steps)
             if steps > 0:
-                request = HeadRequest(piece.sequence, steps, 0.0 if is_fixed else floor)
-                drafting.append((piece, request))
+                drafting.append((piece, HeadRequest(piece.sequence, steps, floor)))
         return drafting
+
+    def _prospect(self, piece: Slice, count: int) -> tuple[float, int]:
+        assert piece.sequence.drafts is not None
+        market, level = self._market, piece.sequence.drafts.record("head").level
+        return self._heads.prospect(level, _limit(piece), count, market.rate, market.price)
+
+    def _worth_a_pass(self, candidates: Ordered[Slice], offers: dict[int, Offer]) -> Ordered[Slice]:
+        """The sequences for which the head promises more than the other sources. They share its
+        passes, so the fewer they are the more each has to bring."""
+        price, rate = self._market.price, self._market.rate
+        rivals = {
+            id(piece): offers[id(piece)].worth(price) if id(piece) in offers else 0.0
+            for piece in candidates
+        }
+        asked = candidates
+        while asked:
+            kept = [p for p in asked if self._prospect(p, len(asked))[0] > rivals[id(p)]]
+            if len(kept) == len(asked):
+                return asked
+            asked = kept
+        piece = candidates[0]
+        loss = rivals[id(piece)] - self._prospect(piece, 1)[0]
+        # Taking in, a draft of some tokens, and rows that may be lost.
+        cost_s = max(loss / rate if rate > 0 else 0.0, 0.0) + 3 * self._heads.share_s(1)
+        return [piece] if self._purse.spend(cost_s) else []
 
     def _take_head_draft(
         self, piece: Slice, request: HeadRequest, offers: list[tuple[Slice, Offer]]

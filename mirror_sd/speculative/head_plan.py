@@ -21,6 +21,9 @@ class HeadPlan:
     def __init__(self, model: AcceptanceModel) -> None:
         self._model = model
         self._passes = PassCost(_GUESS_S)
+        # Prospects of this step, in which rate and price are the same for all.
+        self._rates = (0.0, 0.0)
+        self._known: dict[tuple[int, int, int], tuple[float, int]] = {}
 
     def observe_call(self, sequences: int, passes: int, seconds: float) -> None:
         """What a call took; it drafted for `sequences`."""
@@ -48,6 +51,12 @@ class HeadPlan:
     ) -> tuple[float, int]:
         """(tokens expected of one sequence's drafts, less what their time is worth; the steps after
         which a further pass is not worth its time)."""
+        key = (level, limit, sequences)
+        if self._rates != (rate, price):
+            self._rates = (rate, price)
+            self._known.clear()
+        elif key in self._known:
+            return self._known[key]
         pass_s = rate * self._passes.seconds(sequences)
         reached, total = 1.0, -pass_s / sequences
         most, steps = total, 1
@@ -57,6 +66,7 @@ class HeadPlan:
             if total > most:
                 most, steps = total, depth
             reached = chance
+        self._known[key] = (most, steps)
         return most, steps
 
     def _reach(self, level: int) -> Sequence[float]:
