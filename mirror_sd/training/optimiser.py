@@ -17,25 +17,26 @@ _LAST_RATE = 0.02
 
 
 def create(model: nn.Module, precision: Precision, plan: TrainPlan) -> torch.optim.AdamW:
-    """In fp32 one pace for all. Else int8 fake-quantised matrices, matrices in fp16 or bf16, and
-    the norms, which stay fp32, are groups of their own, each with the rate of what it is stored
-    in. The parameters themselves, their gradients and moments are fp32 always."""
-    norms = [p for name, p in model.named_parameters() if name in VECTORS]
-    matrices = [p for name, p in model.named_parameters() if name not in VECTORS]
-    rates = {"fp32": plan.rate, "int8": INT8_RATE, "fp16": HALF_RATE, "bf16": HALF_RATE}
+    """In fp32 one pace for all but the head's rows. Else int8 fake-quantised matrices, matrices in
+    fp16 or bf16, and the norms, which stay fp32, are groups of their own, each with the rate of
+    what it is stored in. The parameters, their gradients and moments are fp32 always."""
+    parts: dict[str, list[Tensor]] = {"norms": [], "head": [], "matrices": []}
+    for name, parameter in model.named_parameters():
+        part = "norms" if name in VECTORS else "head" if name == "head" else "matrices"
+        parts[part].append(parameter)
+    if precision == "fp32":
+        rates = {"norms": plan.rate, "head": plan.rate * plan.head_share, "matrices": plan.rate}
+    else:
+        own = INT8_RATE if precision == "int8" else HALF_RATE
+        rates = {"norms": HALF_RATE, "head": own, "matrices": own}
     groups: list[dict[str, Any]] = [
         {
-            "params": matrices,
-            "lr": rates[precision],
-            "weight_decay": plan.weight_decay,
-            "stored": precision,
-        },
-        {
-            "params": norms,
-            "lr": plan.rate if precision == "fp32" else HALF_RATE,
-            "weight_decay": 0.0,
-            "stored": "fp32",
-        },
+            "params": parameters,
+            "lr": rates[part],
+            "weight_decay": plan.weight_decay if part == "matrices" else 0.0,
+            "stored": "fp32" if part == "norms" else precision,
+        }
+        for part, parameters in parts.items()
     ]
     for group in groups:
         group["peak"] = group["lr"]

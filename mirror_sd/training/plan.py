@@ -39,6 +39,9 @@ class TrainPlan:
 
     unroll: steps on the head's own states in training (the training-time test of EAGLE-3).
     steps, mixed_steps: updates in fp32, and then in each precision; of about `batch_tokens`.
+    first_share: of the updates in fp32, those that take the first step alone; they come first, and
+        cost a third.
+    head_share: of `rate`, for the rows of the head, which the target has trained already.
     hard_share: weight of the target's own token beside its distribution, 0..1.
     """
 
@@ -46,15 +49,17 @@ class TrainPlan:
     draft_vocab: int = 8192
     unroll: int = 3
     batch_tokens: int = 1024
-    steps: int = 1600
-    mixed_steps: int = 200
+    steps: int = 2200
+    mixed_steps: int = 150
+    first_share: float = 0.7
     warmup: int = 80
     rate: float = 1e-3
+    head_share: float = 0.5
     weight_decay: float = 0.01
     clip: float = 1.0
     ema: float = 0.99
     hard_share: float = 0.2
-    evaluate_every: int = 200
+    evaluate_every: int = 300
     checkpoint_every: int = 50
 
 

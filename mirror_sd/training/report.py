@@ -41,14 +41,14 @@ def draw(report: Report, path: Path) -> None:
 def _losses(axis: Any, curves: dict[str, Report]) -> None:
     start = 0
     for stage, curve in curves.items():
-        steps = np.array([step for step, _ in curve["losses"]])
-        by_depth = np.array([losses for _, losses in curve["losses"]]).T
-        for depth, losses in enumerate(by_depth, start=1):
+        for depth in range(max(len(losses) for _, losses in curve["losses"])):
+            reached = [(step, row[depth]) for step, row in curve["losses"] if len(row) > depth]
+            steps, losses = np.array(reached).T
             width = min(_SMOOTHED_STEPS, len(losses))
             smooth = np.convolve(losses, np.ones(width) / width, mode="valid")
-            axis.plot(start + steps[width - 1 :], smooth, label=f"{stage}, step {depth}")
+            axis.plot(start + steps[width - 1 :], smooth, label=f"{stage}, step {depth + 1}")
         if stage == "fp32":
-            start = int(steps[-1])
+            start = curve["losses"][-1][0]
     axis.set(title="Loss", xlabel="updates", ylabel="nats above the target's entropy", yscale="log")
     axis.legend(frameon=False, fontsize="small")
 

@@ -106,7 +106,7 @@ class Trainer:
         total, losses = torch.zeros((), device=device), []
         with torch.autocast(device.type, low, enabled=low != torch.float32):
             weights = self.model.weights()
-            states = self.model.unroll(weights, tokens, features, self._plan.unroll)
+            states = self.model.unroll(weights, tokens, features, self._unroll())
             for depth, state in enumerate(states):
                 wanted = _started(batch.is_answer, depth)
                 among = wanted[batch.is_answer].to(device)
@@ -116,6 +116,11 @@ class Trainer:
                 total = total + _STEP_WEIGHT**depth * loss
                 losses.append(float(loss.detach()) - float(floor[among].mean()))
         return total, losses
+
+    def _unroll(self) -> int:
+        is_first = self.model.precision == "fp32"
+        is_first = is_first and self.step < self._plan.first_share * self._steps
+        return 1 if is_first else self._plan.unroll
 
     def _goal(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """(ids, shares, entropy [N]): the target's distribution, and a share of its own token."""

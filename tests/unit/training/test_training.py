@@ -74,7 +74,9 @@ def test_each_parameter_has_the_rate_of_what_it_is_stored_in(
     names = {id(p): name for name, p in model.named_parameters()}
     found = {names[id(p)]: g for g in groups for p in g["params"]}
     assert set(found) == {*VECTORS, *MATRICES}
-    assert {found[name]["lr"] for name in MATRICES} == {rate}
+    others = [name for name in MATRICES if name != "head"]
+    assert {found[name]["lr"] for name in others} == {rate}
+    assert found["head"]["lr"] == (rate * PLAN.head_share if precision == "fp32" else rate)
     assert {found[name]["stored"] for name in MATRICES} == {precision}
     assert {found[name]["stored"] for name in VECTORS} == {"fp32"}
     assert {found[name]["lr"] for name in VECTORS} == {1e-2 if precision == "fp32" else 1e-4}
@@ -173,4 +175,5 @@ def test_training_learns_what_follows_from_the_token_before(tmp_path: Path) -> N
     assert after["tokens_per_verify"] > 1.8
     assert set(after["languages"]) == {"en", "zh"}
     first, last = (trainer.curves.losses[at][1] for at in (0, -1))
-    assert all(b < 0.7 * a for a, b in zip(first, last, strict=True))
+    assert (len(first), len(last)) == (1, 2)
+    assert max(last) < 0.7 * first[0]
