@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
+import sys
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
@@ -12,6 +14,7 @@ import typer
 from mirror_sd import config as configuration
 from mirror_sd import openmp
 from mirror_sd.errors import ConfigError, SetupError
+from mirror_sd.training import card
 from mirror_sd.training import plan as plans
 from mirror_sd.training.plan import Plan
 from mirror_sd.training.progress import Reporter
@@ -80,7 +83,8 @@ def distil(
 ) -> None:
     """Train a draft head on the model's own answers, evaluate it, and export it.
 
-    Writes to --out: the drafts `MODEL.PRECISION.draft.safetensors`, `report.json`, `report.png`.
+    Writes to --out: the drafts `MODEL.PRECISION.draft.safetensors`, their card `MODEL.md`,
+    `report.json`, `report.png`.
     """
     plan = plans.resized(
         plans.SMOKE if smoke else Plan(),
@@ -105,6 +109,7 @@ def distil(
         return
     report = run.run()
     distillation.write(report, out)
+    (out / f"{report['model']}.md").write_text(card.text(report, _command()), encoding="utf-8")
     _plot(report, out, reporter)
     _show(report, as_json)
 
@@ -175,6 +180,11 @@ def _settings(overrides: list[str] | None, model: str | None, threads: int) -> A
             *(f"{k}={json.dumps(v)}" for k, v in named.items()),
         ]
     )
+
+
+def _command() -> str:
+    """What was typed, for the card."""
+    return shlex.join(["mirror-sd", *sys.argv[1:]])
 
 
 def _plot(report: dict[str, Any], out: Path, reporter: Reporter) -> None:

@@ -40,6 +40,8 @@ def test_a_smoke_run_learns_exports_and_can_be_resumed(tmp_path: Path) -> None:
     assert losses[-6:].mean() < 0.6 * losses[:6].mean()
     assert report["curves"]["fp32"]["acceptance"]
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
+    card = (tmp_path / f"{MODEL}.md").read_text(encoding="utf-8")
+    assert f"mirror-sd distil --out {tmp_path} --smoke" in card
     for precision in ("int8", "fp16"):
         row = report["exports"][precision]
         assert row["points_lost"] < 2.0
