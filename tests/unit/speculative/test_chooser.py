@@ -46,14 +46,22 @@ SECONDS = {1: 15.0, 4: 5.0, 16: 5.0, 64: 5.0}
 
 def best_fixed(monkeypatch, streams, cost, workload, head):
     """Tokens a second of the best of: no drafts, each source at each of a few lengths."""
+    rates = [steady(Scene(monkeypatch, streams, cost, {}, speculation=False), 1.0)]
     seconds = 8.0 if streams == 1 else 2.0
-    rates = [Scene(monkeypatch, streams, cost, {}, speculation=False).run(1.0)]
     for length in (1, 2, 4, 8):
         for name, curve in WORKLOADS[workload].items():
-            rates.append(Scene(monkeypatch, streams, cost, {name: curve()}, fixed=length).run(2.0))
+            scene = Scene(monkeypatch, streams, cost, {name: curve()}, fixed=length)
+            rates.append(steady(scene, seconds))
         if head:
-            rates.append(Scene(monkeypatch, streams, cost, {}, head, fixed=length).run(seconds))
+            scene = Scene(monkeypatch, streams, cost, {}, head, fixed=length)
+            rates.append(steady(scene, seconds))
     return max(rates)
+
+
+def steady(scene, seconds):
+    """Tokens a second once the prompts are read."""
+    scene.run(0.6)
+    return scene.run(seconds)
 
 
 def chosen(monkeypatch, streams, cost, workload, head, **fields):
