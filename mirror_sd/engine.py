@@ -70,7 +70,9 @@ class Engine:
         backend.allocate_kv(blocks, size)
         self._pool = BlockPool(blocks)
         self._cache = PrefixCache(self._pool, size, engine.prefix_reuse)
-        self._drafters = drafters.create(speculation) if speculation.enabled else None
+        self._drafters = (
+            drafters.create(speculation, has_head=head is not None) if speculation.enabled else None
+        )
         self._planner = DraftPlanner(
             speculation,
             self._pool,

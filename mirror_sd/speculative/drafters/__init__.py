@@ -76,9 +76,11 @@ _REGISTRY: dict[str, Callable[[SpeculationConfig], Drafter]] = {
 }
 
 
-def create(config: SpeculationConfig) -> Mapping[str, Drafter]:
-    """The drafters that the configuration names, by name; all of them for auto."""
-    names = [name for name in _REGISTRY if config.drafter in ("auto", name)]
+def create(config: SpeculationConfig, *, has_head: bool = True) -> Mapping[str, Drafter]:
+    """The drafters that the configuration names, by name; all of them for auto, and in place of a
+    head that is not there."""
+    takes_all = config.drafter == "auto" or (config.drafter == "head" and not has_head)
+    names = [name for name in _REGISTRY if takes_all or config.drafter == name]
     if config.history_tokens == 0:
         names = [name for name in names if name != "history"]
     return {name: _REGISTRY[name](config) for name in names}

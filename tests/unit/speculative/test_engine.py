@@ -340,3 +340,19 @@ def test_a_vip_is_the_last_to_be_displaced():
     while engine.has_work:
         order += [o.request_id for o in engine.step() if isinstance(o, Finished)]
     assert order == ["vip", "standard"]
+
+
+@pytest.mark.parametrize(
+    ("drafter", "sources"),
+    [("auto", ("lookup", "history")), ("lookup", ("lookup",)), ("head", ("lookup", "history"))],
+)
+def test_an_engine_without_a_head_drafts_from_text_where_a_head_is_wished_for(drafter, sources):
+    engine = Engine(
+        HashTarget(),
+        EngineConfig(block_size=4, kv_cache_mb=8),
+        SpeculationConfig(drafter=drafter),
+        model_name="m",
+        device_class="cpu",
+        slots=1,
+    )
+    assert engine.draft_sources == sources
