@@ -143,7 +143,8 @@ class SpeculationConfig(_Section):
         description="file of the draft head; auto is the one shipped for the model, none for none",
     )
     length: Literal["window", "bandit"] = Field(
-        "bandit", description="rule of the draft length: window over rounds, or learned online"
+        "bandit",
+        description="rule that caps the draft length: learned online, or a window over rounds",
     )
     history_tokens: int = Field(
         200_000,
@@ -161,9 +162,18 @@ class SpeculationConfig(_Section):
         description="tokens to draft where it does not seem to pay; 0: only what pays",
     )
     max_tokens: int = Field(16, ge=1, le=32, description="longest draft length")
-    initial_tokens: int = Field(4, ge=0, le=32, description="draft length of a new sequence")
-    window: int = Field(10, ge=1, le=1000, description="rounds that the length rule looks back")
-    grow_above: float = Field(0.8, ge=0, le=1, description="mean acceptance that adds 2")
+    initial_tokens: int = Field(
+        4, ge=0, le=32, description="draft length of a new sequence, where length is window"
+    )
+    window: int = Field(
+        10, ge=1, le=1000, description="rounds that the rule looks back, where length is window"
+    )
+    grow_above: float = Field(
+        0.8,
+        ge=0,
+        le=1,
+        description="mean acceptance that adds 2, else 1 is taken off, where length is window",
+    )
     ngram_max: int = Field(4, ge=1, le=16, description="longest n-gram that lookup matches")
     ngram_min: int = Field(2, ge=1, le=16, description="shortest n-gram that lookup matches")
 
