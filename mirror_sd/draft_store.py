@@ -37,7 +37,11 @@ def find(config: Config, files: ModelFiles, device_class: str) -> Path | None:
         return None
     if speculation.draft == AUTO:
         return drafts.find(files.name, device_class)
-    return Path(speculation.draft).expanduser()
+    path = Path(speculation.draft)
+    try:
+        return path.expanduser()
+    except RuntimeError:  # the home of a user who is not there: told as a missing file is
+        return path
 
 
 def check(config: Config, files: ModelFiles, tokenizer_json: Path) -> None:

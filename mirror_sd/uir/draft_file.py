@@ -23,7 +23,7 @@ In precision int8 a matrix is `NAME.codes` int8 [outputs, inputs] and `NAME.scal
 from __future__ import annotations
 
 import json
-import math
+import stat
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from hashlib import sha256
@@ -174,11 +174,17 @@ def _contents(
     from safetensors import SafetensorError, safe_open
 
     try:
+        # A pipe would be waited for.
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise OSError("it is not a regular file")
         with safe_open(path, framework="numpy") as file:
             names = file.keys() if has_tensors else ()
             return file.metadata() or {}, {name: file.get_tensor(name) for name in names}
-    except (OSError, SafetensorError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise ModelError(f"cannot read the draft {path}: {error}") from error
+    except (AttributeError, TypeError) as error:
+        # So it is told of formats of numbers that numpy has not: bfloat16, float8.
+        raise ModelError(f"cannot read the numbers of the draft {path}: {error}") from error
 
 
 def check_target(
@@ -205,7 +211,7 @@ def check_target(
         reasons.append(f"it wants layer {max(spec.taps)} of a target that has {num_layers}")
     if reasons:
         raise DraftMismatch(
-            f"the draft {path}, made for {spec.target!r}, does not fit: " + "; ".join(reasons)
+            f"the draft {path}, made for {spec.target[:200]!r}, does not fit: " + "; ".join(reasons)
         )
 
 
@@ -235,11 +241,11 @@ def _spec(path: Path, metadata: Mapping[str, str]) -> DraftSpec:
             raise ValueError("its taps or its precision are not valid")
         if spec.num_heads % spec.num_kv_heads or spec.head_dim % 2:
             raise ValueError("its attention heads do not divide")
-        if not (0 < spec.rope_theta < math.inf and 0 < spec.rms_eps < math.inf):
-            raise ValueError("rope_theta and rms_eps must be positive")
+        if not (1 <= spec.rope_theta <= 1e12 and 0 < spec.rms_eps < 1):
+            raise ValueError("rope_theta must be from 1 to 1e12, rms_eps between 0 and 1")
         if not isinstance(spec.target, str) or not isinstance(spec.tokenizer, str):
             raise ValueError("its target and its tokenizer must be text")
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise ModelError(f"the draft {path} has a bad spec: {error}") from error
     return spec
 

@@ -107,6 +107,14 @@ def test_draft_that_cannot_be_read_costs_a_warning_and_the_head(
     assert str(path) in caplog.text
 
 
+def test_path_in_the_home_of_nobody_is_told_as_a_missing_file(
+    model: ModelFiles, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = configured("~no-such-user/my.draft.safetensors")
+    assert draft_store.open_head(config, model, "gpu", lambda p: p) is None
+    assert "~no-such-user" in caplog.text and "lookup and history" in caplog.text
+
+
 def test_back_end_without_draft_heads_goes_on_without(
     model: ModelFiles, fitting: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

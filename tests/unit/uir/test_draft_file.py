@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from dataclasses import replace
 from pathlib import Path
@@ -148,6 +149,9 @@ def test_file_cut_short_is_told(tmp_path: Path, whole: Path, share: float) -> No
         ("head_dim", 15),
         ("rope_theta", 0),
         ("rope_theta", "x"),
+        ("rope_theta", 10**400),
+        ("rope_theta", 1e-300),
+        ("rms_eps", 10**400),
         ("rms_eps", float("nan")),
         ("tokenizer", None),
         ("another", 1),
@@ -158,6 +162,35 @@ def test_bad_spec_is_told(tmp_path: Path, whole: Path, key: str, value: Any) -> 
     path.write_bytes(with_spec(whole.read_bytes(), lambda spec: spec | {key: value}))
     with pytest.raises(ModelError, match=r"bad\.safetensors"):
         draft_file.read(path)
+
+
+@pytest.mark.parametrize("format_", ["BF16", "F8_E4M3"])
+def test_numbers_of_a_format_that_is_not_a_draft_s_are_told(
+    tmp_path: Path, whole: Path, format_: str
+) -> None:
+    content = whole.read_bytes()
+    (length,) = struct.unpack("<Q", content[:8])
+    header = json.loads(content[8 : 8 + length])
+    name = "q.scales" if format_ == "BF16" else "q.codes"
+    header[name]["dtype"] = format_
+    path = tmp_path / "bad.safetensors"
+    path.write_bytes(framed(header) + content[8 + length :])
+    with pytest.raises(ModelError, match="cannot read the numbers of the draft"):
+        draft_file.read(path)
+
+
+def test_pipe_is_told_and_not_waited_for(tmp_path: Path) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    with pytest.raises(ModelError, match="it is not a regular file"):
+        draft_file.read_spec(path)
+
+
+def test_spec_nested_without_end_is_told(tmp_path: Path, whole: Path) -> None:
+    path = tmp_path / "bad.safetensors"
+    path.write_bytes(with_spec_text(whole.read_bytes(), "[" * 100_000))
+    with pytest.raises(ModelError, match="bad spec"):
+        draft_file.read_spec(path)
 
 
 @pytest.mark.parametrize("spec", [[], "text", 3, None, {}])
@@ -208,9 +241,18 @@ def test_flipped_bytes_give_a_draft_or_a_model_error_and_nothing_else(
 
 def with_spec(content: bytes, change: Any) -> bytes:
     (length,) = struct.unpack("<Q", content[:8])
+    spec = json.loads(json.loads(content[8 : 8 + length])["__metadata__"]["spec"])
+    return with_spec_text(content, json.dumps(change(spec)))
+
+
+def with_spec_text(content: bytes, spec: str) -> bytes:
+    (length,) = struct.unpack("<Q", content[:8])
     header = json.loads(content[8 : 8 + length])
-    spec = json.loads(header["__metadata__"]["spec"])
-    header["__metadata__"]["spec"] = json.dumps(change(spec))
+    header["__metadata__"]["spec"] = spec
+    return framed(header) + content[8 + length :]
+
+
+def framed(header: Any) -> bytes:
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    return struct.pack("<Q", len(text)) + text + content[8 + length :]
+    return struct.pack("<Q", len(text)) + text
