@@ -20,7 +20,7 @@ def pyplot() -> Any:
         return importlib.import_module("matplotlib.pyplot")
     except ImportError as error:
         raise SetupError(
-            "drawing needs matplotlib, which is not installed: pip install 'mirror-sd[bench]'"
+            "drawing needs matplotlib, which is missing: pip install -e '.[bench]' in the clone"
         ) from error
 
 

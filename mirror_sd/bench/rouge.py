@@ -41,6 +41,6 @@ def scorer() -> Any:
         module: Any = importlib.import_module("rouge_score.rouge_scorer")
     except ImportError as error:
         raise SetupError(
-            "ROUGE-L needs rouge-score, which is not installed: pip install 'mirror-sd[bench]'"
+            "ROUGE-L needs rouge-score, which is missing: pip install -e '.[bench]' in the clone"
         ) from error
     return module.RougeScorer(["rougeL"], tokenizer=WordSplitter())

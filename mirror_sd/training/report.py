@@ -23,7 +23,7 @@ def draw(report: Report, path: Path) -> None:
         pyplot: Any = importlib.import_module("matplotlib.pyplot")
     except ImportError as error:
         raise SetupError(
-            "the plot needs matplotlib, which is not installed: pip install 'mirror-sd[bench]'"
+            "the plot needs matplotlib, which is missing: pip install -e '.[bench]' in the clone"
         ) from error
     figure, axes = pyplot.subplots(1, 3, figsize=(14, 4.4), layout="constrained")
     _losses(axes[0], report["curves"])
