@@ -44,7 +44,12 @@ _SHOWN = (
 Concurrency = Annotated[
     int, typer.Option(min=1, help="Prompts at once; a next one starts when one ends.")
 ]
-Drafters = Annotated[str, typer.Option(help=f"Comma list of {', '.join(drafts.DRAFTERS)}.")]
+Drafters = Annotated[
+    str,
+    typer.Option(
+        help=f"Comma list of {', '.join(drafts.DRAFTERS)}; default: off,auto, with --sweep all."
+    ),
+]
 Precisions = Annotated[
     str, typer.Option(help="Comma list of precisions; default: the configured one.")
 ]
@@ -77,7 +82,7 @@ def command(
     limit: Limit = None,
     max_tokens: MaxTokens = 128,
     concurrency: Concurrency = 1,
-    drafters: Drafters = "off,auto",
+    drafters: Drafters = "",
     precision: Precisions = "",
     temperature: Temperature = 0.0,
     near_duplicate: NearDuplicates = False,
@@ -99,7 +104,12 @@ def command(
     decode are in. `ms_per_token` is a stream's own pace. A stop token counts as a token.
     docs/benchmarks.md explains every key.
     """
-    wanted = one_of(drafters, drafts.DRAFTERS, "--drafters")
+    unnamed = drafts.DRAFTERS if sweep else (drafts.OFF, drafts.AUTO)
+    wanted = one_of(drafters or ",".join(unnamed), drafts.DRAFTERS, "--drafters")
+    if sweep and not set(wanted) & set(drafts.SOURCES):
+        raise typer.BadParameter(
+            f"needs one of {', '.join(drafts.SOURCES)} in --drafters", param_hint="--sweep"
+        )
     if plot is not None:
         drawing.pyplot()
     if near_duplicate and (dataset is None or concurrency > 1):

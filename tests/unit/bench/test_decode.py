@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from mirror_sd import config as configuration
-from mirror_sd.bench import draft_figures, near_duplicates
+from mirror_sd.bench import decode_command, draft_figures, near_duplicates
 from mirror_sd.bench.cli import app
 from mirror_sd.bench.decode import greedy, run_engine
 from mirror_sd.bench.options import table
@@ -309,6 +309,32 @@ def near_duplicate_report(default_model, tmp_path_factory):
         catch_exceptions=False,
     )
     return json.loads(result.stdout), picture
+
+
+def test_a_sweep_without_a_source_is_refused():
+    found = CliRunner().invoke(app, ["decode", "--sweep", "--drafters", "off,auto"])
+    assert found.exit_code == 2
+    told = " ".join(found.output.replace("│", " ").split())
+    assert "needs one of lookup, history, head in --drafters" in told
+
+
+@pytest.mark.parametrize(
+    ("options", "drafters"),
+    [([], ["off", "auto"]), (["--sweep"], ["off", "lookup", "history", "head", "auto"])],
+)
+def test_drafters_that_are_not_named_are_all_that_a_sweep_needs(
+    default_model, monkeypatch, options, drafters
+):
+    tasks = []
+
+    def measure(task, report):
+        tasks.append(task)
+        return {"runs": [], "drafters": [], "unavailable": [], "sweep": []}
+
+    monkeypatch.setattr(decode_command.drafts, "measure", measure)
+    found = CliRunner().invoke(app, ["decode", "--limit", "1", *options], catch_exceptions=False)
+    assert found.exit_code == 0
+    assert [task.drafters for task in tasks] == [drafters]
 
 
 def test_sampled_near_duplicates_are_the_same_with_any_drafts(near_duplicate_report):
