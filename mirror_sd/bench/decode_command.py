@@ -8,6 +8,7 @@ import typer
 
 from mirror_sd import config as configuration
 from mirror_sd.bench import decode_plot, drafts, drawing, machine, near_duplicates, prompts
+from mirror_sd.bench.draft_figures import AUTO, OFF
 from mirror_sd.bench.options import (
     AsJson,
     Dataset,
@@ -104,7 +105,7 @@ def command(
     decode are in. `ms_per_token` is a stream's own pace. A stop token counts as a token.
     docs/benchmarks.md explains every key.
     """
-    unnamed = drafts.DRAFTERS if sweep else (drafts.OFF, drafts.AUTO)
+    unnamed = drafts.DRAFTERS if sweep else (OFF, AUTO)
     wanted = one_of(drafters or ",".join(unnamed), drafts.DRAFTERS, "--drafters")
     if sweep and not set(wanted) & set(drafts.SOURCES):
         raise typer.BadParameter(
