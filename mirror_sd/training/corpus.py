@@ -15,6 +15,7 @@ from mirror_sd.api.tokenizer import Tokenizer
 from mirror_sd.config import Config
 from mirror_sd.engine import Engine
 from mirror_sd.engine_backend import create_backend
+from mirror_sd.errors import ConfigError
 from mirror_sd.offline import load_tokenizer
 from mirror_sd.training import answers, features, prompt_file, prompts
 from mirror_sd.training.answers import Answer
@@ -63,12 +64,19 @@ class Target:
 
 
 def collect(
-    config: Config, target: Target, plan: Plan, data: Path | None, out: Path, reporter: Reporter
+    config: Config,
+    target: Target,
+    plan: Plan,
+    data: Path | None,
+    out: Path,
+    reporter: Reporter,
+    *,
+    may_make: bool = True,
 ) -> tuple[Dataset, dict[str, Any]]:
     """(what to train on, facts about it). What `out` has of it already is not made again.
 
-    Raises `ConfigError` for data that cannot be read, `UnsupportedModel` where the model does not
-    give its hidden states.
+    Raises `ConfigError` for data that cannot be read, and where they are not there and may not be
+    made; `UnsupportedModel` where the model does not give its hidden states.
     """
     asked = prompt_file.read(data) if data else prompts.bundled(plan.seed)
     taps = plan.train.taps or features.default_taps(target.spec.num_layers)
@@ -81,9 +89,16 @@ def collect(
         _digest(asked),
     )
     directory = out / "data"
-    directory.mkdir(parents=True, exist_ok=True)
     file = directory / MARK
-    if not file.exists() or json.loads(file.read_text(encoding="utf-8"))["mark"] != mark:
+    found = json.loads(file.read_text(encoding="utf-8"))["mark"] if file.exists() else None
+    if found != mark:
+        if not may_make:
+            raise ConfigError(
+                f"{out} has no data of these options: give the model, data and sizes of its run"
+            )
+        if found is not None:
+            reporter.say(f"{out} holds a run of another model, data or sizes: it is made anew")
+        directory.mkdir(parents=True, exist_ok=True)
         made = _answers_and_features(config, target, plan, asked, taps, out, reporter)
         dataset = Dataset(directory)
         facts = _facts(made, dataset, taps)

@@ -20,6 +20,7 @@ import torch
 from mirror_sd.backends.cpu_features import has_bf16_products
 from mirror_sd.config import Config
 from mirror_sd.drafts import SUFFIX
+from mirror_sd.errors import ConfigError
 from mirror_sd.training import evaluation, export, initial, tree
 from mirror_sd.training.corpus import Target, collect
 from mirror_sd.training.dataset import Dataset
@@ -76,11 +77,16 @@ class Distillation:
         }
 
     def snapshot(self) -> Report:
-        """Export what the checkpoint of the fp32 stage holds now, in each precision."""
-        target, data, facts = self._collect()
+        """Export what the checkpoint of the fp32 stage holds now, in each precision.
+
+        Raises `ConfigError` where there is none of this plan.
+        """
+        target, data, facts = self._collect(may_make=False)
         model = self._fresh(target, data)
         trainer = self._trainer(model, data, facts["mark"], "fp32", self.plan.train.steps)
         step = trainer.resume()
+        if step == 0:
+            raise ConfigError(f"{self.out} has no checkpoint of these options (yet)")
         trainer.take_average()
         parent = self._evaluate(model, data, "fp32")
         exports = {
@@ -89,10 +95,18 @@ class Distillation:
         }
         return {"model": target.name, "step": step, "parent": parent, "exports": exports}
 
-    def _collect(self) -> tuple[Target, Dataset, Report]:
+    def _collect(self, *, may_make: bool = True) -> tuple[Target, Dataset, Report]:
         self.out.mkdir(parents=True, exist_ok=True)
         target = Target.of(self.config, self.out)
-        data, facts = collect(self.config, target, self.plan, self.data, self.out, self.reporter)
+        data, facts = collect(
+            self.config,
+            target,
+            self.plan,
+            self.data,
+            self.out,
+            self.reporter,
+            may_make=may_make,
+        )
         told = facts["facts"]
         self.reporter.say(
             f"{told['conversations']} conversations with {told['answer_tokens']} answer tokens;"

@@ -59,6 +59,16 @@ def test_a_smoke_run_learns_exports_and_can_be_resumed(tmp_path: Path) -> None:
     snapshot = _distil(*arguments, "--snapshot", timeout_s=300.0)
     assert snapshot.returncode == 0, snapshot.stderr
     assert json.loads(snapshot.stdout)["step"] == report["plan"]["train"]["steps"]
+    before = sorted((path, path.stat().st_mtime_ns) for path in (tmp_path / "data").iterdir())
+    for other, said in (
+        (("--answers", "24"), "has no data of these options"),
+        (("--steps", "40"), "has no checkpoint of these options"),
+    ):
+        refused = _distil(*arguments, "--snapshot", *other)
+        assert refused.returncode == 1
+        assert said in " ".join(refused.stderr.split())
+    after = sorted((path, path.stat().st_mtime_ns) for path in (tmp_path / "data").iterdir())
+    assert after == before
 
 
 @pytest.mark.parametrize(
