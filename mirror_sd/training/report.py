@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mirror_sd.errors import ConfigError, SetupError
 
@@ -38,15 +39,20 @@ def draw(report: Report, path: Path) -> None:
         pyplot.close(figure)
 
 
+def smoothed(losses: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Means over the steps before each; over fewer where there are few, so that a line is left."""
+    width = max(min(_SMOOTHED_STEPS, len(losses) // 4), 1)
+    return np.convolve(losses, np.ones(width) / width, mode="valid")
+
+
 def _losses(axis: Any, curves: dict[str, Report]) -> None:
     start = 0
     for stage, curve in curves.items():
         for depth in range(max(len(losses) for _, losses in curve["losses"])):
             reached = [(step, row[depth]) for step, row in curve["losses"] if len(row) > depth]
             steps, losses = np.array(reached).T
-            width = min(_SMOOTHED_STEPS, len(losses))
-            smooth = np.convolve(losses, np.ones(width) / width, mode="valid")
-            axis.plot(start + steps[width - 1 :], smooth, label=f"{stage}, step {depth + 1}")
+            smooth = smoothed(losses)
+            axis.plot(start + steps[-len(smooth) :], smooth, label=f"{stage}, step {depth + 1}")
         if stage == "fp32":
             start = curve["losses"][-1][0]
     axis.set(title="Loss", xlabel="updates", ylabel="nats above the target's entropy", yscale="log")

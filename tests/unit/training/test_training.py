@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from mirror_sd.training import export, optimiser
+from mirror_sd.training import export, optimiser, report
 from mirror_sd.training.draft_model import DraftModel
 from mirror_sd.training.evaluation import evaluate
 from mirror_sd.training.fake_quantise import stored
@@ -177,3 +177,9 @@ def test_training_learns_what_follows_from_the_token_before(tmp_path: Path) -> N
     first, last = (trainer.curves.losses[at][1] for at in (0, -1))
     assert (len(first), len(last)) == (1, 2)
     assert max(last) < 0.7 * first[0]
+
+
+@pytest.mark.parametrize(("steps", "drawn"), [(1, 1), (8, 7), (60, 46), (150, 131)])
+def test_curves_of_few_steps_are_still_lines(steps: int, drawn: int) -> None:
+    line = report.smoothed(np.full(steps, 2.5))
+    assert len(line) == drawn and np.allclose(line, 2.5)
