@@ -187,6 +187,7 @@ def test_class_takes_the_shipped_draft_of_its_own_precision_else_any(tmp_path: P
 
 
 def test_what_ships_is_small_and_has_a_card() -> None:
+    assert drafts.find("smollm2-135m-instruct", "cpu") is not None
     for path in drafts.HERE.glob(f"*{drafts.SUFFIX}"):
         assert path.stat().st_size <= 20 * 2**20, path.name
         spec = draft_file.read_spec(path)
