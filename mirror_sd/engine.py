@@ -99,8 +99,8 @@ class Engine:
         self._metrics = EngineMetrics(device_class)
 
     def warm_up(self, budget_s: float = 0.5) -> None:
-        """Measure forwards, so that drafts are as long as pays from the first request on. To be
-        called before any `add`."""
+        """Measure forwards and the head, so that drafts are as long as pays from the first request
+        on. To be called before any `add`."""
         if self._drafters is not None:
             calibrate(
                 self._backend,
@@ -110,6 +110,7 @@ class Engine:
                 clock=self._clock,
                 budget_s=budget_s,
             )
+            self._planner.time_head()
 
     @property
     def has_work(self) -> bool:

@@ -10,11 +10,12 @@ from collections.abc import Callable
 
 import numpy as np
 
-from mirror_sd.backends.protocol import Backend, RaggedBatch
+from mirror_sd.backends.protocol import Backend, DraftBatch, DraftHead, RaggedBatch
 from mirror_sd.speculative.cost_model import VerifyCost
 
 _ROWS = (1, 2, 3, 4, 6, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128)
 _TIMES = 2
+_HEAD_STEPS, _HEAD_TIMES = 4, 4
 
 
 def calibrate(
@@ -41,6 +42,33 @@ def calibrate(
             taken.append(clock() - before)
         if taken:
             cost.observe(rows, min(taken))
+
+
+def time_head(
+    head: DraftHead, backend: Backend, *, width: int, block_size: int, clock: Callable[[], float]
+) -> float:
+    """Seconds of one pass of the head for one sequence, after a forward, as it is called while
+    serving. The first call of all is slow and not counted: it would keep the head from being called
+    again for a long time. Overwrites both caches."""
+    steps = min(_HEAD_STEPS, block_size)
+    batch = DraftBatch(
+        token_ids=np.zeros(1, dtype=np.int32),
+        positions=np.zeros(1, dtype=np.int32),
+        sequence_offsets=np.array([0, 1], dtype=np.int32),
+        block_tables=(np.zeros(1, dtype=np.int32),),
+        features=np.zeros((1, width), dtype=np.float32),
+        steps=np.array([steps], dtype=np.int32),
+        floors=np.zeros(1, dtype=np.float32),
+        temperatures=np.zeros(1, dtype=np.float32),
+        seeds=np.zeros(1, dtype=np.uint64),
+    )
+    taken = []
+    for _ in range(1 + _HEAD_TIMES):
+        backend.forward(_batch(1, block_size))
+        before = clock()
+        head.draft(batch)
+        taken.append(clock() - before)
+    return min(taken[1:]) / (1 + steps)
 
 
 def _batch(rows: int, block_size: int) -> RaggedBatch:

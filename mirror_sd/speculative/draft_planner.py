@@ -1,6 +1,5 @@
-"""Drafts of a step: asks the sources, weighs their proposals, calls the head, hands out rows.
-
-What it learns from: the time of each step, and the target's tokens, with which all proposals are
+"""Drafts of a step: asks the sources, weighs their proposals, calls the head, hands out rows. What
+it learns from: the time of each step, and the target's tokens, with which all proposals are
 compared, those too that were not verified.
 """
 
@@ -29,10 +28,10 @@ from mirror_sd.speculative.trial import Trial
 logger = logging.getLogger(__name__)
 # Share of all time for drafts that do not seem to pay, and the most that is saved up of it.
 _TRYING_SHARE, _TRYING_MOST_S = 0.004, 0.2
-# Tokens of a cached prefix that are computed again so that a head can read them.
-_READ_AGAIN = 256
+_READ_AGAIN = 256  # tokens of a cached prefix that are computed again so that a head reads them
 # Tokens that a head takes in on its own, where they come faster than it is called to draft.
 _TAKE_IN_FROM = 32
+_USUAL = 17  # most tokens that a head takes in after a step that drafted
 
 
 @dataclass(slots=True)
@@ -47,8 +46,8 @@ class DraftReport:
 
 @dataclass(slots=True)
 class _Market:
-    """Of one step: `sequences` decode, in a forward of `base` rows without drafts; a second is
-    worth `rate` tokens, a row `price`."""
+    """Of one step: `sequences` decode, in a forward of `base` rows without drafts; what a second
+    and a row are worth, in tokens."""
 
     sequences: int
     base: int
@@ -84,6 +83,12 @@ class DraftPlanner:
         self._market = _Market(0, 0, 0.0, 0.0)
         self._asked, self._ask_s = 0, 0.0
         self.report = DraftReport()
+
+    def time_head(self) -> None:
+        """Before the first request."""
+        seconds = self.head.pass_seconds(self._clock) if self.head is not None else None
+        if seconds is not None:
+            self._heads.observe_call(1, 1, seconds)
 
     def wants_head(self, sequences: int) -> bool:
         """Whether a sequence that starts beside others, `sequences` with it, shall have a head."""
@@ -209,9 +214,11 @@ class DraftPlanner:
                 requests.append(HeadRequest(piece.sequence, 0, 1.0))
         if not requests:
             return
+        # What is taken in beside drafting, as a prompt is, says nothing about a pass.
+        is_usual = max(r.sequence.head.pending for r in requests if r.sequence.head) <= _USUAL
         begin = self._clock()
         passes = self.head.draft(requests)
-        if passes and drafting:
+        if passes and drafting and is_usual:
             self._heads.observe_call(len(drafting), passes, self._clock() - begin)
         for piece, request in drafting:
             if request.tokens:
@@ -221,13 +228,7 @@ class DraftPlanner:
         self, able: Ordered[Slice], offers: dict[int, Offer]
     ) -> list[tuple[Slice, HeadRequest]]:
         market = self._market
-        candidates = [
-            piece
-            for piece in able
-            if piece.sequence.head is not None
-            and piece.sequence.drafts is not None
-            and piece.sequence.drafts.uses_head
-        ]
+        candidates = [piece for piece in able if _has_head(piece.sequence)]
         if not candidates:
             return []
         is_fixed = self._config.min_tokens > 0
@@ -387,6 +388,10 @@ class DraftPlanner:
 def _is_decoding(piece: Slice) -> bool:
     """Whether the slice can be drafted for."""
     return piece.count == 1 and piece.reaches_end
+
+
+def _has_head(sequence: Sequence) -> bool:
+    return sequence.head is not None and sequence.drafts is not None and sequence.drafts.uses_head
 
 
 def _limit(piece: Slice) -> int:

@@ -8,6 +8,7 @@ committed tokens but the last are known, so the head can take in all committed t
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass, field
 
@@ -16,6 +17,7 @@ import numpy as np
 from mirror_sd.backends.protocol import Backend, DraftBatch, DraftHead, Float32
 from mirror_sd.memory.head_blocks import HeadBlocks
 from mirror_sd.speculative.batch_plan import Slice
+from mirror_sd.speculative.calibration import time_head
 from mirror_sd.speculative.head_state import HeadState
 from mirror_sd.speculative.sequence import Sequence
 
@@ -48,6 +50,22 @@ class HeadDrafting:
         self.is_on = True
         self.failure: str | None = None
         head.allocate_kv(num_blocks, block_size)
+
+    def pass_seconds(self, clock: Callable[[], float]) -> float | None:
+        """What a pass for one sequence takes, measured; None if the head failed. To be called while
+        no sequence is there."""
+        try:
+            return time_head(
+                self._head,
+                self._backend,
+                width=self._width,
+                block_size=self._block_size,
+                clock=clock,
+            )
+        except Exception as error:
+            logger.exception("the draft head is switched off")
+            self._fail(error, [])
+            return None
 
     def covered(self, table: Ordered[int]) -> int:
         """Blocks at the beginning of `table` that the head's keys and values cover as well."""

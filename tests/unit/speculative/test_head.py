@@ -292,3 +292,47 @@ def test_chunks_come_on_while_a_head_fails():
     while engine.has_work:
         made += [output for output in engine.step() if isinstance(output, Chunk)]
     assert sum(len(chunk.tokens) for chunk in made) == 30
+
+
+class SlowAtFirst(CheckedHead):
+    """Its first call of all takes a second, as where its weights have to come from disk."""
+
+    def __init__(self, target, clock, **fields):
+        super().__init__(target, **fields)
+        self.clock = clock
+
+    def draft(self, batch: DraftBatch):
+        self.clock.now += 3e-4 * (1 + int(batch.steps.max(initial=0))) if self.calls else 1.0
+        if batch.features.any():
+            return super().draft(batch)
+        self.calls += 1  # measured without a sequence
+        steps = int(batch.steps.max())
+        return np.zeros((1, steps), np.int32), np.ones((1, steps), np.float32)
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_a_head_whose_first_call_is_slow_is_called_nevertheless(monkeypatch):
+    clock = Clock()
+    forward = TappedTarget.forward
+
+    def slow(self, batch):
+        clock.now += 5e-3
+        return forward(self, batch)
+
+    monkeypatch.setattr(TappedTarget, "forward", slow)
+    engine, head = make(skill=0.5, clock=clock, head=lambda t, **f: SlowAtFirst(t, clock, **f))
+    engine.warm_up()
+    measured = head.calls
+    item = submit(max_tokens=60, draft_source="head")
+    tokens, ends = run(engine, [item])
+    assert tokens["a"] == solo(item, memory=1)
+    usage = ends["a"].usage
+    # One call for about each round: the slow call is not taken for what a pass costs.
+    assert head.calls - measured > 0.8 * usage.verify_rounds
+    assert usage.accepted_tokens > 15
