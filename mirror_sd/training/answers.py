@@ -71,7 +71,7 @@ def tasks(
     """The held-out prompts, greedy, then the others: greedy and sampled ones mixed by `seed`.
 
     Where there are fewer prompts than answers wanted, they are answered again, sampled.
-    Raises `ConfigError` where nothing is left to train on.
+    Raises `ConfigError` where nothing is left to train on, or to evaluate on.
     """
     origins = sorted({prompt.origin for prompt in prompts})
     random.Random(f"{seed}:held out").shuffle(origins)
@@ -87,6 +87,11 @@ def tasks(
     fresh = _encoded(tokenizer, trained, plan, limit=plan.answers, is_held_out=False)
     if not fresh:
         raise ConfigError("there is no prompt to train on that fits into the context")
+    if not made:
+        raise ConfigError(
+            "there is nothing to hold out for the evaluation: at least two conversations are"
+            f" needed, with prompts of at most {_room(tokenizer, plan)} tokens"
+        )
     wanted: list[Task] = []
     again = 0
     while len(wanted) < plan.answers:
@@ -121,7 +126,7 @@ def _encoded(
     is_held_out: bool,
 ) -> list[Task]:
     """Greedy tasks of the first `limit` prompts that are not too long."""
-    room = min(plan.prompt_tokens, tokenizer.facts.max_context - plan.answer_tokens - 1)
+    room = _room(tokenizer, plan)
     made: list[Task] = []
     for prompt in prompts:
         ids = tokenizer.encode_chat([(m["role"], m["content"]) for m in prompt.messages])
@@ -132,6 +137,11 @@ def _encoded(
                 )
             )
     return made
+
+
+def _room(tokenizer: Tokenizer, plan: DataPlan) -> int:
+    """The most tokens of a prompt."""
+    return min(plan.prompt_tokens, tokenizer.facts.max_context - plan.answer_tokens - 1)
 
 
 def question_tasks(tokenizer: Tokenizer, plan: DataPlan, seed: int) -> list[Task]:
@@ -234,16 +244,25 @@ def stop_tokens(tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 def _read(file: Path) -> dict[str, Answer]:
-    """What a run that was cut short has left; a last line without an end is dropped."""
+    """What a run that was cut short has left; a last line without an end is dropped.
+
+    Raises `ConfigError` where the file is damaged otherwise.
+    """
     if not file.exists():
         return {}
-    text = file.read_text(encoding="utf-8")
-    whole = text[: text.rfind("\n") + 1]
-    if whole != text:
-        file.write_text(whole, encoding="utf-8")
+    content = file.read_bytes()
+    whole = content[: content.rfind(b"\n") + 1]
+    if whole != content:
+        file.write_bytes(whole)
     found = {}
-    for line in whole.splitlines():
-        entry = json.loads(line)
-        key = entry.pop("key")
-        found[key] = Answer(**{**entry, "tokens": tuple(entry["tokens"])})
+    for number, line in enumerate(whole.splitlines(), start=1):
+        try:
+            entry = json.loads(line)
+            key = entry.pop("key")
+            found[key] = Answer(**{**entry, "tokens": tuple(entry["tokens"])})
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(
+                f"{file}, line {number} is damaged: {error!r}; without that line its answer is"
+                " made again"
+            ) from error
     return found

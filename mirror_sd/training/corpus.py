@@ -90,7 +90,7 @@ def collect(
     )
     directory = out / "data"
     file = directory / MARK
-    found = json.loads(file.read_text(encoding="utf-8"))["mark"] if file.exists() else None
+    found = _mark_of(file)
     if found != mark:
         if not may_make:
             raise ConfigError(
@@ -99,11 +99,23 @@ def collect(
         if found is not None:
             reporter.say(f"{out} holds a run of another model, data or sizes: it is made anew")
         directory.mkdir(parents=True, exist_ok=True)
+        # A run that is cut short from here on has no data of any options.
+        file.unlink(missing_ok=True)
         made = _answers_and_features(config, target, plan, asked, taps, out, reporter)
         dataset = Dataset(directory)
         facts = _facts(made, dataset, taps)
-        file.write_text(json.dumps({"mark": mark, "facts": facts}), encoding="utf-8")
+        partial_file = file.with_suffix(".partial")
+        partial_file.write_text(json.dumps({"mark": mark, "facts": facts}), encoding="utf-8")
+        partial_file.replace(file)
     return Dataset(directory), json.loads(file.read_text(encoding="utf-8"))
+
+
+def _mark_of(file: Path) -> str | None:
+    """What the data beside it depend on; None where they are not there, or not whole."""
+    try:
+        return str(json.loads(file.read_text(encoding="utf-8"))["mark"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _digest(asked: list[Conversation]) -> str:

@@ -11,11 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mirror_sd.errors import ConfigError
 from mirror_sd.training import optimiser as optimisers
 from mirror_sd.training.dataset import Batch, Dataset
 from mirror_sd.training.draft_model import DraftModel
@@ -164,11 +166,21 @@ class Trainer:
         self._average.copy_to(self.model)
 
     def resume(self) -> int:
-        """Go back to the checkpoint, if there is one of this very stage; the steps done."""
+        """Go back to the checkpoint, if there is one of this very stage; the steps done.
+
+        Raises `ConfigError` for a damaged file.
+        """
         if not self._file.exists():
             return 0
-        state = torch.load(self._file, weights_only=True)
-        if state["mark"] != self._mark:
+        try:
+            state = torch.load(self._file, weights_only=True)
+            mark = state["mark"]
+        except (OSError, EOFError, RuntimeError, KeyError, TypeError, UnpicklingError) as error:
+            raise ConfigError(
+                f"the checkpoint {self._file} is damaged ({type(error).__name__}); without it the"
+                " stage begins anew"
+            ) from error
+        if mark != self._mark:
             return 0
         self.step = int(state["step"])
         self.model.load_state_dict(state["model"])

@@ -90,6 +90,20 @@ def test_bad_usage_is_one_sentence_and_no_traceback(
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.skipif(not is_pulled, reason=f"{MODEL} is not pulled")
+def test_data_of_which_nothing_can_be_held_out_are_refused_before_the_answers(
+    tmp_path: Path,
+) -> None:
+    data = tmp_path / "one.jsonl"
+    data.write_text('{"messages": [{"role": "user", "content": "Hello"}]}\n', encoding="utf-8")
+    arguments = ("--smoke", "--self-asked", "0", "--data", str(data))
+    done = _distil("--out", str(tmp_path / "run"), *arguments)
+    assert done.returncode == 1, done.stderr
+    assert "at least two conversations are needed" in " ".join(done.stderr.split())
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "run" / "answers.jsonl").exists()
+
+
 def test_a_plain_file_for_the_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x").write_text("", encoding="utf-8")
     done = _distil("--out", str(tmp_path / "x"))

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 from torch.nn import functional
 
-from mirror_sd.training import export, optimiser, report
+from mirror_sd.engine import Engine
+from mirror_sd.errors import ConfigError
+from mirror_sd.training import answers, export, optimiser, report
+from mirror_sd.training.answers import Answer
 from mirror_sd.training.draft_model import DraftModel
 from mirror_sd.training.evaluation import evaluate
 from mirror_sd.training.fake_quantise import stored
@@ -145,6 +149,28 @@ def test_a_stage_that_was_cut_short_ends_as_one_that_was_not(
         torch.testing.assert_close(again.model.state_dict()[name], value, rtol=0, atol=0)
     assert again.curves.losses == whole.curves.losses
     assert again.curves.acceptance == whole.curves.acceptance
+
+
+@pytest.mark.parametrize("kept", [0, 100, 5000])
+def test_a_damaged_checkpoint_is_told(tmp_path: Path, kept: int) -> None:
+    trainer = _trainer(tiny.model(), tmp_path, "fp32", 3)
+    trainer.run(_measure, lambda step, loss: None)
+    file = tmp_path / "checkpoint"
+    file.write_bytes(file.read_bytes()[:kept])
+    with pytest.raises(ConfigError, match="checkpoint is damaged"):
+        _trainer(tiny.model(), tmp_path, "fp32", 3).resume()
+
+
+@pytest.mark.parametrize("line", [b"garbage", b"[]", b'{"key": "x"}', b"\xff\xfe"])
+def test_damaged_answers_of_a_run_are_told_with_their_line(tmp_path: Path, line: bytes) -> None:
+    file = tmp_path / "answers.jsonl"
+    whole = Answer((1, 2, 3), 1, "en", is_held_out=False, is_whole=True)
+    file.write_text(json.dumps({"key": "a", **asdict(whole)}) + "\n", encoding="utf-8")
+    with file.open("ab") as log:
+        log.write(line + b"\n")
+    engine = cast(Engine, None)
+    with pytest.raises(ConfigError, match=r"answers\.jsonl, line 2 is damaged"):
+        answers.answer(engine, [], (), file, lambda done: None)
 
 
 def test_a_checkpoint_of_another_stage_is_not_taken_up(tmp_path: Path) -> None:
