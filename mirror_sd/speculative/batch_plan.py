@@ -34,6 +34,11 @@ class Slice:
         return self.start + self.count == len(self.sequence.tokens)
 
     @property
+    def is_decoding(self) -> bool:
+        """Whether the slice can be drafted for."""
+        return self.count == 1 and self.reaches_end
+
+    @property
     def rows(self) -> int:
         """Of logits, for the tokens at the end."""
         if self.scores_all:

@@ -13,7 +13,8 @@ import numpy as np
 from mirror_sd.backends.protocol import Backend, DraftBatch, DraftHead, RaggedBatch
 from mirror_sd.speculative.cost_model import VerifyCost
 
-_ROWS = (1, 2, 3, 4, 6, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128)
+# Tiles of 16 rows make 17 much dearer than 16.
+_ROWS = (1, 2, 3, 4, 6, 8, 10, 12, 16, 17, 24, 32, 33, 48, 64, 96, 128)
 _TIMES = 2
 _HEAD_STEPS, _HEAD_TIMES = 4, 4
 

@@ -1,5 +1,6 @@
-"""Drafts of a step: asks the sources, weighs their proposals, calls the head, hands out rows. What
-it learns from: the time of each step, and the target's tokens, with which all proposals are
+"""Drafts of a step: asks the sources, weighs their proposals, calls the head, hands out rows.
+
+What it learns from: the time of each step, and the target's tokens, with which all proposals are
 compared, those too that were not verified.
 """
 
@@ -120,7 +121,7 @@ class DraftPlanner:
         self.report = DraftReport()
         self._asked = 0
         begin = self._clock()
-        ready = [piece for piece in pieces if _is_decoding(piece)]
+        ready = [piece for piece in pieces if piece.is_decoding]
         self._market = self._open_market(len(ready), sum(piece.count for piece in pieces))
         able = [piece for piece in ready if _limit(piece) > 0]
         if able or any(piece.sequence.head is not None for piece in pieces):
@@ -208,7 +209,7 @@ class DraftPlanner:
             state = piece.sequence.head
             if state is None or id(piece.sequence) in chosen or state.pending < _TAKE_IN_FROM:
                 continue
-            if _is_decoding(piece) and not self.wants_head(self._market.sequences):
+            if piece.is_decoding and not self.wants_head(self._market.sequences):
                 piece.sequence.head = None
             else:
                 requests.append(HeadRequest(piece.sequence, 0, 1.0))
@@ -223,6 +224,9 @@ class DraftPlanner:
         for piece, request in drafting:
             if request.tokens:
                 self._take_head_draft(piece, request, offers)
+            elif passes and (drafts := piece.sequence.drafts) is not None:
+                # A head that is not sure of any token has cost its pass all the same.
+                self._heads.observe_draft(drafts.record("head").level, 0, 0, was_full=False)
 
     def _head_requests(
         self, able: Ordered[Slice], offers: dict[int, Offer]
@@ -383,11 +387,6 @@ class DraftPlanner:
         self._purse.save(whole)
         if market.sequences and market.base == market.sequences:
             self._rates.observe(market.sequences, tokens, whole)
-
-
-def _is_decoding(piece: Slice) -> bool:
-    """Whether the slice can be drafted for."""
-    return piece.count == 1 and piece.reaches_end
 
 
 def _has_head(sequence: Sequence) -> bool:

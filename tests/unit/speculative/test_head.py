@@ -294,6 +294,26 @@ def test_chunks_come_on_while_a_head_fails():
     assert sum(len(chunk.tokens) for chunk in made) == 30
 
 
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Time that forwards of the target take."""
+    clock, forward = Clock(), TappedTarget.forward
+
+    def slow(self, batch):
+        clock.now += 5e-3
+        return forward(self, batch)
+
+    monkeypatch.setattr(TappedTarget, "forward", slow)
+    return clock
+
+
 class SlowAtFirst(CheckedHead):
     """Its first call of all takes a second, as where its weights have to come from disk."""
 
@@ -310,22 +330,7 @@ class SlowAtFirst(CheckedHead):
         return np.zeros((1, steps), np.int32), np.ones((1, steps), np.float32)
 
 
-class Clock:
-    now = 0.0
-
-    def __call__(self):
-        return self.now
-
-
-def test_a_head_whose_first_call_is_slow_is_called_nevertheless(monkeypatch):
-    clock = Clock()
-    forward = TappedTarget.forward
-
-    def slow(self, batch):
-        clock.now += 5e-3
-        return forward(self, batch)
-
-    monkeypatch.setattr(TappedTarget, "forward", slow)
+def test_a_head_whose_first_call_is_slow_is_called_nevertheless(clock):
     engine, head = make(skill=0.5, clock=clock, head=lambda t, **f: SlowAtFirst(t, clock, **f))
     engine.warm_up()
     measured = head.calls
@@ -336,3 +341,20 @@ def test_a_head_whose_first_call_is_slow_is_called_nevertheless(monkeypatch):
     # One call for about each round: the slow call is not taken for what a pass costs.
     assert head.calls - measured > 0.8 * usage.verify_rounds
     assert usage.accepted_tokens > 15
+
+
+class Unsure(SlowAtFirst):
+    """Every token it could draft is below the floor."""
+
+    def draft(self, batch: DraftBatch):
+        tokens, chances = super().draft(batch)
+        return np.full_like(tokens, -1), np.zeros_like(chances)
+
+
+def test_a_head_that_drafts_nothing_is_soon_called_no_more(clock):
+    engine, head = make(clock=clock, head=lambda t, **f: Unsure(t, clock, **f))
+    engine.warm_up()
+    item = submit(max_tokens=120, draft_source="head")
+    tokens, _ = run(engine, [item])
+    assert tokens["a"] == solo(item, memory=1)
+    assert head.drafted_for < 30
