@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from mirror_sd.config import Config
 
 DEFAULT_PORT = 8080
+# What Ctrl-C makes of a command.
+_INTERRUPTED = 130
 
 app = typer.Typer(
     name="mirror-sd",
@@ -233,7 +235,7 @@ def bench(context: typer.Context) -> None:
     if importlib.util.find_spec("mirror_sd.bench.cli") is None:
         raise SetupError("this installation has no mirror_sd.bench")
     module = importlib.import_module("mirror_sd.bench.cli")
-    module.app(args=context.args, prog_name="mirror-sd bench", standalone_mode=False)
+    _run_nested(module.app, context, "mirror-sd bench")
 
 
 @app.command(
@@ -245,7 +247,16 @@ def distil(context: typer.Context) -> None:
     """Train a draft head for a model; `mirror-sd distil --help` lists the options."""
     from mirror_sd.training import cli as training_cli
 
-    training_cli.app(args=context.args, prog_name="mirror-sd distil", standalone_mode=False)
+    _run_nested(training_cli.app, context, "mirror-sd distil")
+
+
+def _run_nested(nested: Any, context: typer.Context, name: str) -> None:
+    """Its status is ours: inside another, an app returns it in place of ending with it."""
+    status = nested(args=context.args, prog_name=name, standalone_mode=False)
+    if status == _INTERRUPTED:
+        typer.echo("mirror-sd: interrupted", err=True)
+    if status:
+        raise typer.Exit(status)
 
 
 def _load_config(file: Path | None, overrides: list[str] | None, port: int | None) -> Config:

@@ -8,8 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
+from typer.testing import CliRunner
 
 from mirror_sd import __version__
+from mirror_sd.cli import app
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -137,3 +140,23 @@ def test_help_is_there_at_once() -> None:
     end = os.times()
     spent = end.children_user + end.children_system - begin.children_user - begin.children_system
     assert spent < 0.5, f"{spent:.2f} s of CPU"
+
+
+@pytest.mark.parametrize("command", ["bench", "distil"])
+@pytest.mark.parametrize(("status", "said"), [(0, ""), (1, ""), (130, "mirror-sd: interrupted\n")])
+def test_what_a_measurement_or_a_training_ends_with_is_what_the_command_ends_with(
+    monkeypatch: pytest.MonkeyPatch, command: str, status: int, said: str
+) -> None:
+    nested = typer.Typer()
+
+    @nested.command()
+    def leave() -> None:
+        if status == 130:
+            raise KeyboardInterrupt
+        raise typer.Exit(status)
+
+    monkeypatch.setattr("mirror_sd.bench.cli.app", nested)
+    monkeypatch.setattr("mirror_sd.training.cli.app", nested)
+    done = CliRunner().invoke(app, [command])
+    assert done.exit_code == status
+    assert done.stderr == said
