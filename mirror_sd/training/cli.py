@@ -6,6 +6,8 @@ import json
 import os
 import shlex
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
@@ -104,14 +106,28 @@ def distil(
     distillation.prepare_threads(count)
     reporter = Reporter()
     run = distillation.Distillation(settings, plan, out, data, device, reporter)
-    if snapshot:
-        _show(run.snapshot(), as_json)
-        return
-    report = run.run()
-    distillation.write(report, out)
-    (out / f"{report['model']}.md").write_text(card.text(report, _command()), encoding="utf-8")
-    _plot(report, out, reporter)
-    _show(report, as_json)
+    with _disk_failures_told(out):
+        if snapshot:
+            _show(run.snapshot(), as_json)
+            return
+        report = run.run()
+        distillation.write(report, out)
+        (out / f"{report['model']}.md").write_text(card.text(report, _command()), encoding="utf-8")
+        _plot(report, out, reporter)
+        _show(report, as_json)
+
+
+@contextmanager
+def _disk_failures_told(out: Path) -> Iterator[None]:
+    """Raises `SetupError` for what the system says of files: no room, no permission."""
+    try:
+        yield
+    except OSError as error:
+        place = error.filename2 or error.filename or out
+        raise SetupError(
+            f"the run stopped at {place}: {error.strerror or error}; with that put right,"
+            " --resume goes on with it"
+        ) from error
 
 
 def _given(values: dict[str, Any]) -> dict[str, Any]:

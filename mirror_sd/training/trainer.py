@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from errno import EIO
 from itertools import islice
 from pathlib import Path
 from pickle import UnpicklingError
@@ -144,21 +145,26 @@ class Trainer:
                 parameter.copy_(own[name])
 
     def _save(self) -> None:
+        """Raises `OSError` where there is no room for it."""
+        state = {
+            "mark": self._mark,
+            "step": self.step,
+            "model": self.model.state_dict(),
+            "optimiser": self._optimiser.state_dict(),
+            "scaler": self._scaler.state_dict(),
+            "average": self._average.state(),
+            "losses": self.curves.losses,
+            "acceptance": self.curves.acceptance,
+            "seconds": self.curves.seconds,
+        }
         partial = self._file.with_suffix(".partial")
-        torch.save(
-            {
-                "mark": self._mark,
-                "step": self.step,
-                "model": self.model.state_dict(),
-                "optimiser": self._optimiser.state_dict(),
-                "scaler": self._scaler.state_dict(),
-                "average": self._average.state(),
-                "losses": self.curves.losses,
-                "acceptance": self.curves.acceptance,
-                "seconds": self.curves.seconds,
-            },
-            partial,
-        )
+        try:
+            torch.save(state, partial)
+        except RuntimeError as error:
+            # So torch tells of a file that cannot be written, a full disk among the reasons.
+            partial.unlink(missing_ok=True)
+            told = str(error).partition("\n")[0]
+            raise OSError(EIO, f"{told} (is the disk full?)", str(partial)) from error
         partial.replace(self._file)
 
     def take_average(self) -> None:

@@ -104,6 +104,17 @@ def test_data_of_which_nothing_can_be_held_out_are_refused_before_the_answers(
     assert not (tmp_path / "run" / "answers.jsonl").exists()
 
 
+@pytest.mark.skipif(not is_pulled, reason=f"{MODEL} is not pulled")
+def test_a_place_that_cannot_be_written_is_told_without_a_traceback(tmp_path: Path) -> None:
+    # A directory where the answers are to go: told by the system in the middle of the run.
+    (tmp_path / "questions.jsonl").mkdir()
+    done = _distil("--out", str(tmp_path), "--smoke", "--self-asked", "0")
+    assert done.returncode == 1, done.stderr
+    said = " ".join(done.stderr.split())
+    assert "questions.jsonl: Is a directory; with that put right, --resume goes on" in said
+    assert "Traceback" not in done.stderr
+
+
 def test_a_plain_file_for_the_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x").write_text("", encoding="utf-8")
     done = _distil("--out", str(tmp_path / "x"))

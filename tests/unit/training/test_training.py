@@ -161,6 +161,13 @@ def test_a_damaged_checkpoint_is_told(tmp_path: Path, kept: int) -> None:
         _trainer(tiny.model(), tmp_path, "fp32", 3).resume()
 
 
+def test_a_checkpoint_that_cannot_be_written_is_an_error_of_the_system(tmp_path: Path) -> None:
+    trainer = _trainer(tiny.model(), tmp_path, "fp32", 3)
+    (tmp_path / "checkpoint.partial").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=r"is the disk full.*checkpoint\.partial"):
+        trainer.run(_measure, lambda step, loss: None)
+
+
 @pytest.mark.parametrize("line", [b"garbage", b"[]", b'{"key": "x"}', b"\xff\xfe"])
 def test_damaged_answers_of_a_run_are_told_with_their_line(tmp_path: Path, line: bytes) -> None:
     file = tmp_path / "answers.jsonl"
