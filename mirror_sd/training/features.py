@@ -6,6 +6,7 @@ target's distribution over the draft vocabulary.
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -131,7 +132,14 @@ def record(
 
 
 def _file(path: Path, dtype: Any, shape: tuple[int, ...]) -> Any:
-    return open_memmap(path, mode="w+", dtype=dtype, shape=shape)
+    array = open_memmap(path, mode="w+", dtype=dtype, shape=shape)
+    # Room for all of it now: a mapped file that finds none later ends the process by a signal.
+    with path.open("r+b") as file:
+        try:
+            os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
+        except OSError as error:
+            raise OSError(error.errno, os.strerror(error.errno or 0), str(path)) from error
+    return array
 
 
 def _bits(values: Tensor) -> NDArray[np.uint16]:

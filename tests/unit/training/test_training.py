@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from mirror_sd.engine import Engine
 from mirror_sd.errors import ConfigError
-from mirror_sd.training import answers, export, optimiser, report
+from mirror_sd.training import answers, export, features, optimiser, report
 from mirror_sd.training.answers import Answer
 from mirror_sd.training.draft_model import DraftModel
 from mirror_sd.training.evaluation import evaluate
@@ -166,6 +166,12 @@ def test_a_checkpoint_that_cannot_be_written_is_an_error_of_the_system(tmp_path:
     (tmp_path / "checkpoint.partial").symlink_to("/dev/full")
     with pytest.raises(OSError, match=r"is the disk full.*checkpoint\.partial"):
         trainer.run(_measure, lambda step, loss: None)
+
+
+def test_room_for_the_hidden_states_is_taken_before_they_are_written(tmp_path: Path) -> None:
+    path = tmp_path / "features.npy"
+    features._file(path, np.uint16, (1000, 1000))
+    assert 512 * path.stat().st_blocks >= path.stat().st_size > 2_000_000
 
 
 @pytest.mark.parametrize("line", [b"garbage", b"[]", b'{"key": "x"}', b"\xff\xfe"])
