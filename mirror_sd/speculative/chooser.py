@@ -19,6 +19,8 @@ from mirror_sd.speculative.trial import Trial
 _HORIZON = 200.0
 # A chance below this is not worth looking at.
 _HOPELESS = 0.01
+# Of so many guesses, the likeliest must be worth this much more than their time.
+_MANY, _CAUTION = 12, 0.06
 
 
 @dataclass(slots=True)
@@ -58,6 +60,11 @@ class Allotment:
     lengths: list[int]
     gain: float
     price: float
+
+
+def cautious(rate: float, offers: int) -> float:
+    """What to take for the rate: the likeliest of many guesses are guessed too high."""
+    return rate * (1.0 + _CAUTION * min((offers - 1) / _MANY, 1.0))
 
 
 def allot(

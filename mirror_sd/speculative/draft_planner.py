@@ -17,7 +17,7 @@ from mirror_sd.memory.prefix_cache import PrefixCache
 from mirror_sd.speculative.acceptance import AcceptanceModel
 from mirror_sd.speculative.asking import Asking
 from mirror_sd.speculative.batch_plan import Slice
-from mirror_sd.speculative.chooser import Offer, Prices, Purse, Rates, allot, best
+from mirror_sd.speculative.chooser import Offer, Prices, Purse, Rates, allot, best, cautious
 from mirror_sd.speculative.cost_model import MOST_ROWS, VerifyCost
 from mirror_sd.speculative.drafters import STRENGTHS
 from mirror_sd.speculative.head_plan import HeadPlan
@@ -29,10 +29,9 @@ from mirror_sd.speculative.trial import Trial
 logger = logging.getLogger(__name__)
 # Share of all time for drafts that do not seem to pay, and the most that is saved up of it.
 _TRYING_SHARE, _TRYING_MOST_S = 0.004, 0.2
-_READ_AGAIN = 256  # tokens of a cached prefix that are computed again so that a head reads them
-# Tokens that a head takes in on its own, where they come faster than it is called to draft.
-_TAKE_IN_FROM = 32
-_USUAL = 17  # most tokens that a head takes in after a step that drafted
+_READ_AGAIN = 256  # tokens of a cached prefix that are computed again for a head to read
+_TAKE_IN_FROM = 32  # tokens that a head takes in where it does not draft
+_USUAL = 17  # most tokens that a head takes in after drafting
 
 
 @dataclass(slots=True)
@@ -304,7 +303,8 @@ class DraftPlanner:
             return
         market, least = self._market, self._config.min_tokens
         chances = [offer.survival for _, offer in offers]
-        allotment = allot(chances, market.base, self.cost.table(), market.rate)
+        rate = cautious(market.rate, len(offers))
+        allotment = allot(chances, market.base, self.cost.table(), rate)
         if market.base == market.sequences > 1:
             self._prices.observe(market.sequences, allotment.price)
         lengths = allotment.lengths
