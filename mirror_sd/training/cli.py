@@ -44,7 +44,9 @@ def distil(
         list[str] | None,
         typer.Option(metavar="int8|fp16|bf16|fp32", help="Of the export; repeatable."),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of prompts, answers, weights, batches.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**32 - 1, help="Of prompts, answers, weights, batches.")
+    ] = 0,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with what is in --out.")] = False,
     smoke: Annotated[
         bool, typer.Option("--smoke", help="A run of a minute or two that shows that it works.")
@@ -76,7 +78,9 @@ def distil(
     chain: Annotated[
         int | None, typer.Option(min=1, max=16, help="Drafted tokens in the evaluation.")
     ] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="Default: the cores.")] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, max=1024, help="Default: the cores.")
+    ] = None,
     device: Annotated[str, typer.Option(help="torch device of the training.")] = "cpu",
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Configuration.")
@@ -104,6 +108,7 @@ def distil(
     from mirror_sd.training import distillation
 
     distillation.prepare_threads(count)
+    distillation.check_device(device)
     reporter = Reporter()
     run = distillation.Distillation(settings, plan, out, data, device, reporter)
     with _disk_failures_told(out):

@@ -80,6 +80,10 @@ def collect(
     """
     asked = prompt_file.read(data) if data else prompts.bundled(plan.seed)
     taps = plan.train.taps or features.default_taps(target.spec.num_layers)
+    if max(taps) > target.spec.num_layers:
+        raise ConfigError(
+            f"--taps names layer {max(taps)}; {target.name} has {target.spec.num_layers}"
+        )
     mark = fingerprint(
         target.files_mark,
         asdict(plan.data),

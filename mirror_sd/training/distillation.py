@@ -223,6 +223,15 @@ def prepare_threads(threads: int | None) -> int:
     return count
 
 
+def check_device(device: str) -> None:
+    """Raises `ConfigError` where torch cannot compute there."""
+    try:
+        torch.empty(1, device=device).add_(1)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        told = str(error).partition("\n")[0]
+        raise ConfigError(f"--device {device} cannot be used: {told}") from error
+
+
 def _taps(data: Dataset, target: Target) -> tuple[int, ...]:
     from mirror_sd.training.features import default_taps
 

@@ -76,6 +76,11 @@ def test_a_smoke_run_learns_exports_and_can_be_resumed(tmp_path: Path) -> None:
     [
         (("--precision", "int4"), 2, "'int4' is not one of int8, fp16, bf16, fp32"),
         (("--taps", "3,x"), 2, "'3,x' is not a comma list of layers"),
+        (("--taps", "3,31"), 1, "--taps names layer 31; smollm2-135m-instruct has 30"),
+        (("--device", "nosuch"), 1, "--device nosuch cannot be used"),
+        (("--device", "meta:x"), 1, "--device meta:x cannot be used"),
+        (("--seed", str(2**80)), 2, "less than or equal to 4294967295"),
+        (("--threads", "100000"), 2, "less than or equal to 1024"),
         (("--data", "none.json"), 1, "cannot read the data none.json"),
         (("--model", "no-such-model"), 1, "no-such-model"),
         (("--set", "engine.block_size=0"), 1, "block_size"),
