@@ -250,23 +250,24 @@ class Engine:
     def abort(self, request_id: str) -> None:
         """Drop a sequence at once and free its blocks; an unknown id is ignored (it may just have
         finished)."""
-        for sequence in self._loop.running:
+        for sequence in (*self._loop.running, *self._waiting):
             if sequence.request_id == request_id:
-                self._loop.retire(sequence)
-                if sequence.drafts is not None:
-                    # Cut at a stop string or by a client that left, it is an answer like others.
-                    sequence.drafts.close()
-                return
-        for sequence in self._waiting:
-            if sequence.request_id == request_id:
-                self._waiting.remove(sequence)
+                self._drop(sequence)
                 return
 
     def abort_all(self) -> None:
-        for sequence in list(self._loop.running):
-            self._loop.retire(sequence)
-        self._waiting.clear()
+        for sequence in (*self._loop.running, *self._waiting):
+            self._drop(sequence)
         self._finished_early.clear()
+
+    def _drop(self, sequence: Sequence) -> None:
+        if sequence in self._waiting:
+            self._waiting.remove(sequence)
+        else:
+            self._loop.retire(sequence)
+        if sequence.drafts is not None:
+            # Cut at a stop string or by a client that left, it is an answer like others.
+            sequence.drafts.close()
 
     def step(self) -> list[Output]:
         """Admit, run one forward, return what it produced."""

@@ -221,6 +221,13 @@ def _read_speculation(fields: Fields) -> Speculation:
     options = fields.object("speculation") if isinstance(value, dict) else None
     if options is None:
         refuse("speculation", value, '"auto", "off" or an object of source and max_tokens')
+    for key in value:
+        if key not in ("source", "max_tokens"):
+            # No other server knows this object, so a key that is not known is a slip.
+            raise InvalidRequest(
+                f"speculation has no {shorten(key)}; it takes source and max_tokens",
+                param="speculation",
+            )
     source = options.get("source")
     if source is not None and source not in DRAFT_SOURCES:
         allowed = ", ".join(f'"{name}"' for name in DRAFT_SOURCES)

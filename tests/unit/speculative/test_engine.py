@@ -14,6 +14,7 @@ from mirror_sd.config import EngineConfig, SpeculationConfig
 from mirror_sd.engine import Engine
 from mirror_sd.errors import ContextLengthExceeded, InvalidRequest
 from mirror_sd.messages import Chunk, Failed, Finished, SamplingParams, Submit
+from mirror_sd.speculative.sequence_drafts import SequenceDrafts
 from tests.unit.speculative.hash_target import HashTarget
 
 
@@ -356,3 +357,24 @@ def test_an_engine_without_a_head_drafts_from_text_where_a_head_is_wished_for(dr
         slots=1,
     )
     assert engine.draft_sources == sources
+
+
+def test_dropping_a_request_closes_its_drafts_wherever_it_is(monkeypatch):
+    closed = []
+    close = SequenceDrafts.close
+
+    def noted(drafts):
+        closed.append(drafts)
+        close(drafts)
+
+    monkeypatch.setattr(SequenceDrafts, "close", noted)
+    engine = make_engine(slots=1)
+    for request_id in ("running", "queued", "behind"):
+        engine.add(submit(request_id, max_tokens=50))
+    engine.step()
+    engine.abort("queued")
+    assert len(closed) == 1
+    engine.abort_all()
+    assert len(set(map(id, closed))) == 3
+    assert not engine.has_work
+    engine.check_integrity()
