@@ -119,5 +119,5 @@ def test_a_file_that_is_no_report_is_named(tmp_path, text, says):
 
 def test_a_missing_matplotlib_is_told_with_what_to_install(monkeypatch, tmp_path):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
-    with pytest.raises(SetupError, match=r"pip install 'mirror-sd\[bench\]'"):
+    with pytest.raises(SetupError, match=r"pip install -e '\.\[bench\]'"):
         plot.draw(PEERS, FORWARD, tmp_path / "out.png")
