@@ -90,7 +90,7 @@ class Distillation:
         trainer.take_average()
         parent = self._evaluate(model, data, "fp32")
         exports = {
-            precision: self._export(model, data, target.name, precision, parent)
+            precision: self._export(copy.deepcopy(model), data, target.name, precision, parent)
             for precision in self.plan.precisions
         }
         return {"model": target.name, "step": step, "parent": parent, "exports": exports}
@@ -170,7 +170,7 @@ class Distillation:
     def _export(
         self, model: DraftModel, data: Dataset, name: str, precision: Precision, parent: Report
     ) -> Report:
-        """Write the file, read it again, and evaluate what it holds."""
+        """Write the file, read it again, and evaluate what it holds, which the model then has."""
         path = self.out / f"{name}.{precision}{SUFFIX}"
         draft_file.write(path, export.program(model, data.vocabulary, precision))
         export.load(model, path)

@@ -59,6 +59,11 @@ def test_a_smoke_run_learns_exports_and_can_be_resumed(tmp_path: Path) -> None:
     snapshot = _distil(*arguments, "--snapshot", timeout_s=300.0)
     assert snapshot.returncode == 0, snapshot.stderr
     assert json.loads(snapshot.stdout)["step"] == report["plan"]["train"]["steps"]
+    # Of the fp32 weights, not of those that the export before it has rounded to 8 bits.
+    matrix = draft_file.read(tmp_path / report["exports"]["fp16"]["file"]).weights["q"]
+    codes, scales = draft_file.quantise(matrix)
+    rounding = np.abs(draft_file.dequantise(codes, scales) - matrix).mean()
+    assert rounding > 0.1 * scales.astype(np.float32).mean()
     before = sorted((path, path.stat().st_mtime_ns) for path in (tmp_path / "data").iterdir())
     for other, said in (
         (("--answers", "24"), "has no data of these options"),
