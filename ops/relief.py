@@ -43,11 +43,6 @@ class Relief:
     _risen_from: float | None = None
     _is_high: bool = False
 
-    @property
-    def is_active(self) -> bool:
-        """Whether the value is high, or was and has not been low since."""
-        return self._is_high
-
     def update(self, now: float, value: float | None) -> float:
         """The factor from `now` on, monotonic seconds; None is a value that cannot be read."""
         elapsed_s = 0.0 if self._updated_at is None else max(now - self._updated_at, 0.0)

@@ -95,13 +95,11 @@ def _native(files: ModelFiles, setting: Setting) -> Backend:
 def _prepare_torch(device: str, threads: int | None) -> None:
     import torch
 
+    from mirror_sd.backends import torch_device
+
     if threads is not None:
         torch.set_num_threads(threads)
-    try:
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(f"the device {device!r} cannot be used: {reason}") from error
+    torch_device.check(device, f"the device {device!r}")
 
 
 def _torch_precision(setting: Setting) -> str:

@@ -7,7 +7,8 @@ from typing import Annotated, Any
 import typer
 
 from mirror_sd import config as configuration
-from mirror_sd.bench import decode_plot, drafts, drawing, machine, near_duplicates, prompts
+from mirror_sd import drawing
+from mirror_sd.bench import decode_plot, drafts, machine, near_duplicates, prompts
 from mirror_sd.bench.draft_figures import AUTO, OFF
 from mirror_sd.bench.options import (
     AsJson,

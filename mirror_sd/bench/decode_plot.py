@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mirror_sd.bench import drawing
+from mirror_sd import drawing
 from mirror_sd.bench.draft_figures import AUTO, OFF, Row
 
 _COLOURS = {"lookup": "#2a6f97", "history": "#588157", "head": "#c8553d", AUTO: "#6d597a"}

@@ -10,8 +10,8 @@ from typing import Annotated, Any, TypedDict
 import msgspec
 import typer
 
-from mirror_sd.bench import drawing
-from mirror_sd.bench.drawing import OTHER_COLOUR, OURS_COLOUR
+from mirror_sd import drawing
+from mirror_sd.drawing import OTHER_COLOUR, OURS_COLOUR
 from mirror_sd.errors import ConfigError
 
 Report = Mapping[str, Any]

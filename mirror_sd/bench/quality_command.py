@@ -8,11 +8,10 @@ from typing import Annotated, Any
 import typer
 
 from mirror_sd import config as configuration
-from mirror_sd import model_store
+from mirror_sd import drawing, model_store
 from mirror_sd.bench import (
     answer_quality,
     drafts,
-    drawing,
     machine,
     prompts,
     quality,

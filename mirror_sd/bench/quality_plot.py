@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from mirror_sd.bench import drawing
+from mirror_sd import drawing
 from mirror_sd.bench.peer_lineup import OURS
 
 

@@ -56,10 +56,6 @@ class Answer:
     is_held_out: bool
     is_whole: bool
 
-    @property
-    def answer_length(self) -> int:
-        return len(self.tokens) - self.prompt_length
-
 
 def tasks(
     tokenizer: Tokenizer,

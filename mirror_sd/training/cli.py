@@ -105,10 +105,11 @@ def distil(
     for name, value in openmp.environment(count).items():
         os.environ.setdefault(name, value)
     settings = _settings(overrides, model, count)
+    from mirror_sd.backends import torch_device
     from mirror_sd.training import distillation
 
     distillation.prepare_threads(count)
-    distillation.check_device(device)
+    torch_device.check(device, f"--device {device}")
     reporter = Reporter()
     run = distillation.Distillation(settings, plan, out, data, device, reporter)
     with _disk_failures_told(out):

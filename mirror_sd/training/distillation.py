@@ -10,7 +10,6 @@ import copy
 import json
 import os
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -223,15 +222,6 @@ def prepare_threads(threads: int | None) -> int:
     return count
 
 
-def check_device(device: str) -> None:
-    """Raises `ConfigError` where torch cannot compute there."""
-    try:
-        torch.empty(1, device=device).add_(1)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        told = str(error).partition("\n")[0]
-        raise ConfigError(f"--device {device} cannot be used: {told}") from error
-
-
 def _taps(data: Dataset, target: Target) -> tuple[int, ...]:
     from mirror_sd.training.features import default_taps
 
@@ -254,6 +244,3 @@ def _note(trainer: Trainer, loss: float) -> str:
 
 def _sentence(row: Report) -> str:
     return f"{row['tokens_per_verify']:.2f} tokens per verify, acceptance {row['acceptance']:.3f}"
-
-
-Show = Callable[[str], None]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mirror_sd.errors import ConfigError, SetupError
+from mirror_sd import drawing
 
 _SMOOTHED_STEPS = 20
 Report = dict[str, Any]
@@ -18,25 +17,13 @@ Report = dict[str, Any]
 def draw(report: Report, path: Path) -> None:
     """Write a PNG. Raises `SetupError` where matplotlib is missing, `ConfigError` where the file
     cannot be written."""
-    try:
-        matplotlib: Any = importlib.import_module("matplotlib")
-        matplotlib.use("Agg")
-        pyplot: Any = importlib.import_module("matplotlib.pyplot")
-    except ImportError as error:
-        raise SetupError(
-            "the plot needs matplotlib, which is missing: pip install -e '.[bench]' in the clone"
-        ) from error
+    pyplot = drawing.pyplot()
     figure, axes = pyplot.subplots(1, 3, figsize=(14, 4.4), layout="constrained")
     _losses(axes[0], report["curves"])
     _acceptance(axes[1], report["curves"])
     _depths(axes[2], report)
     figure.suptitle(f"draft head for {report['model']}, seed {report['plan']['seed']}")
-    try:
-        figure.savefig(path, dpi=130, format="png")
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
-    finally:
-        pyplot.close(figure)
+    drawing.save(pyplot, figure, path)
 
 
 def smoothed(losses: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -7,7 +7,8 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from mirror_sd.bench import drawing, plot
+from mirror_sd import drawing
+from mirror_sd.bench import plot
 from mirror_sd.bench.cli import app
 from mirror_sd.errors import ConfigError, SetupError
 

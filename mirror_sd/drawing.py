@@ -1,4 +1,4 @@
-"""What the benchmarks' pictures have in common."""
+"""What pictures of benchmarks and training runs have in common."""
 
 from __future__ import annotations
 
