@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, Literal, Self
 from urllib.parse import urlsplit
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from mirror_sd.config_source import assign, describe, read
 from mirror_sd.errors import ConfigError
 
 ENV_PREFIX = "MIRROR_SD__"
@@ -347,65 +347,18 @@ def load(
     Raises `ConfigError`, one sentence, naming the key at fault and where it came from.
     """
     environ = os.environ if environ is None else environ
-    tree: dict[str, Any] = _read_file(file) if file is not None else {}
+    tree: dict[str, Any] = read(file) if file is not None else {}
     # A pool named by --set or the environment stands beside the default one, not in its place.
     tree.setdefault("pools", {str(name): {} for name in Config().pools})
     for name, text in sorted(environ.items()):
         if name.startswith(ENV_PREFIX):
-            _assign(tree, name.removeprefix(ENV_PREFIX).lower().split("__"), text, name)
+            assign(tree, name.removeprefix(ENV_PREFIX).lower().split("__"), text, name)
     for item in overrides:
         key, equals, text = item.partition("=")
         if not equals or not key:
             raise ConfigError(f"--set {item!r}: write it as key.sub=value")
-        _assign(tree, key.strip().split("."), text, f"--set {key}")
+        assign(tree, key.strip().split("."), text, f"--set {key}")
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
         raise ConfigError(describe(error)) from error
-
-
-def _read_file(file: Path) -> dict[str, Any]:
-    try:
-        tree = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read the configuration {file}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file} is not YAML: {' '.join(str(error).split())}") from error
-    if tree is None:
-        return {}
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{file}: expected a mapping of sections, got {type(tree).__name__}")
-    return tree
-
-
-def _assign(tree: dict[str, Any], path: Sequence[str], text: str, origin: str) -> None:
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{origin}={text!r} is not a YAML value") from error
-    # The scheduler's class names are upper case in the file, and environment names are folded.
-    if path[:2] == ["scheduler", "max_batch_size"] and len(path) == 3:
-        path = [*path[:2], path[2].upper()]
-    node = tree
-    for key in path[:-1]:
-        child = node.setdefault(key, {})
-        if child is None:
-            child = node[key] = {}
-        if not isinstance(child, dict):
-            raise ConfigError(f"{origin}: {key!r} holds a value, not a section")
-        node = child
-    node[path[-1]] = value
-
-
-def describe(error: ValidationError) -> str:
-    """Every key at fault, with its value and what is allowed, in one sentence."""
-    parts = []
-    for item in error.errors():
-        key = ".".join(str(part) for part in item["loc"] if part != "[key]")
-        if item["type"] == "extra_forbidden":
-            parts.append(f"{key}: no such key")
-        else:
-            value = item["input"]
-            shown = f" (got {value!r})" if not isinstance(value, dict) else ""
-            parts.append(f"{key}: {item['msg'][0].lower()}{item['msg'][1:]}{shown}")
-    return "configuration: " + "; ".join(parts)

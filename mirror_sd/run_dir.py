@@ -7,7 +7,8 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from mirror_sd.config import Config, describe
+from mirror_sd.config import Config
+from mirror_sd.config_source import describe
 from mirror_sd.errors import ConfigError
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-_FOUNDATIONS = ("errors", "config", "run_dir", "telemetry", "messages", "philox")
+_FOUNDATIONS = ("errors", "config", "config_source", "run_dir", "telemetry", "messages", "philox")
 FOUNDATIONS = frozenset(f"mirror_sd.{name}" for name in _FOUNDATIONS)
 
 
