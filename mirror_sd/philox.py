@@ -52,5 +52,8 @@ def gumbel(seed: int, position: int, token_ids: NDArray[np.int64]) -> NDArray[np
     return noise
 
 
+# Temperatures below take no noise: logits are then so far apart that it decides nothing, and
+# dividing by the temperature overflows.
+GREEDY_BELOW = 1e-5
 # -log(-log(u)) of the largest u, rounded up: no cell's noise exceeds it.
 MAX_GUMBEL = 22.9

@@ -10,16 +10,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from mirror_sd.backends import batch_check
+from mirror_sd.backends import batch_check, draft_fit
 from mirror_sd.backends.protocol import DraftBatch, Float32, Int32
 from mirror_sd.backends.torch_backend import TorchBackend
-from mirror_sd.errors import UnsupportedModel
-from mirror_sd.philox import gumbel
+from mirror_sd.philox import GREEDY_BELOW, gumbel
 from mirror_sd.uir.draft_file import DraftProgram
 from mirror_sd.uir.rope import plain_frequencies
 
-# Below it the choice is greedy, as the target's.
-_GREEDY_BELOW = 1e-5
 # Candidates of a draw: the noise of the others hardly ever reaches them.
 _CANDIDATES = 512
 
@@ -42,12 +39,7 @@ class TorchDraftHead:
 
     def __init__(self, program: DraftProgram, target: TorchBackend) -> None:
         spec, of = program.spec, target.capabilities
-        if (spec.vocab_size, spec.hidden_size) != (of.vocab_size, of.hidden_size) or (
-            max(spec.taps) > of.num_layers
-        ):
-            raise UnsupportedModel(
-                "the draft has another vocabulary, size or depth than its target"
-            )
+        draft_fit.check(spec, of)
         self._spec = spec
         self._target = target.decoder
         self._device = target.device
@@ -214,7 +206,7 @@ class TorchDraftHead:
                 choices.append(None)
                 continue
             temperature = float(batch.temperatures[sequence])
-            is_greedy = not temperature >= _GREEDY_BELOW or not np.isfinite(temperature)
+            is_greedy = not temperature >= GREEDY_BELOW or not np.isfinite(temperature)
             scores = logits[row].astype(np.float64) / (1.0 if is_greedy else temperature)
             best = int(scores.argmax())
             if not is_greedy:

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from mirror_sd.backends.protocol import Float32
 from mirror_sd.messages import SamplingParams, TokenLogprob
-from mirror_sd.philox import MAX_GUMBEL, gumbel
-from mirror_sd.speculative.sampling import GREEDY_BELOW, InvalidLogits, Judgement
+from mirror_sd.philox import GREEDY_BELOW, MAX_GUMBEL, gumbel
+from mirror_sd.speculative.sampling import InvalidLogits, Judgement
 
 Float64 = NDArray[np.float64]
 Int64 = NDArray[np.int64]

@@ -13,9 +13,6 @@ from typing import NamedTuple, Protocol
 
 from mirror_sd.backends.protocol import Float32
 
-# Below it logits are so far apart that noise decides nothing, and dividing by it overflows.
-GREEDY_BELOW = 1e-5
-
 
 class InvalidLogits(ArithmeticError):
     """The target gave NaN or infinity where a token must be chosen."""

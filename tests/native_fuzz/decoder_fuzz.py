@@ -211,12 +211,13 @@ class Fuzz:
                 ends[type(error).__name__] += 1
 
 
-def main() -> None:
+def main(make: type[Fuzz], call: str) -> None:
+    """SECONDS and SEED of the command line; `call`: how `Fuzz.run` counts what went through."""
     seconds = float(sys.argv[1])
     faulthandler.dump_traceback_later(4 * seconds + 120, exit=True)  # a call that hangs is an error
     seed = int(sys.argv[2]) if len(sys.argv) > 2 else time.time_ns() % 2**32
     print("seed", seed, flush=True)
-    fuzz = Fuzz(np.random.default_rng(seed))
+    fuzz = make(np.random.default_rng(seed))
     ends: Counter[str] = Counter()
     until = time.monotonic() + seconds
     while time.monotonic() < until:
@@ -226,8 +227,8 @@ def main() -> None:
             ends[f"refused at load: {type(error).__name__}"] += 1
     print(dict(ends))
     # A fuzz in which all calls fail early would test nothing.
-    assert min(ends[name] for name in ("forward", "TypeError", "ValueError")) > 10
+    assert min(ends[name] for name in (call, "TypeError", "ValueError")) > 10
 
 
 if __name__ == "__main__":
-    main()
+    main(Fuzz, "forward")

@@ -4,9 +4,6 @@ tokens and probabilities, or raises TypeError or ValueError.
 
 from __future__ import annotations
 
-import faulthandler
-import sys
-import time
 from collections import Counter
 from typing import Any
 
@@ -16,7 +13,7 @@ if __name__ == "__main__":
     from tests.native_fuzz import sanitized  # noqa: F401
 from mirror_sd import _native
 from tests.native_fuzz.arrays import floats, misshapen
-from tests.native_fuzz.decoder_fuzz import FORMATS, ODD, PROMISED, Fuzz, Shape
+from tests.native_fuzz.decoder_fuzz import FORMATS, ODD, PROMISED, Fuzz, Shape, main
 
 ODD_FLOATS = (0.0, 1e-30, 1e-6, 0.3, 1.0, 50.0, 1e38, np.inf, np.nan, -1.0)
 
@@ -150,23 +147,5 @@ class DraftFuzz(Fuzz):
                 ends[type(error).__name__] += 1
 
 
-def main() -> None:
-    seconds = float(sys.argv[1])
-    faulthandler.dump_traceback_later(4 * seconds + 120, exit=True)  # a call that hangs is an error
-    seed = int(sys.argv[2]) if len(sys.argv) > 2 else time.time_ns() % 2**32
-    print("seed", seed, flush=True)
-    fuzz = DraftFuzz(np.random.default_rng(seed))
-    ends: Counter[str] = Counter()
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        try:
-            fuzz.run(ends)
-        except PROMISED as error:
-            ends[f"refused at load: {type(error).__name__}"] += 1
-    print(dict(ends))
-    # A fuzz in which all calls fail early would test nothing.
-    assert min(ends[name] for name in ("draft", "TypeError", "ValueError")) > 10
-
-
 if __name__ == "__main__":
-    main()
+    main(DraftFuzz, "draft")

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from mirror_sd import _native
+from mirror_sd.backends import draft_fit
 from mirror_sd.backends.native import lowering
 from mirror_sd.backends.native.native_backend import NativeBackend, check_heads
 from mirror_sd.backends.protocol import DraftBatch, Float32, Int32
-from mirror_sd.errors import UnsupportedModel
 from mirror_sd.uir.draft_file import VECTORS, DraftProgram, Precision
 from mirror_sd.uir.rope import plain_frequencies
 
@@ -113,15 +113,9 @@ class NativeDraftHead:
 
 
 def _make_head(program: DraftProgram, target: NativeBackend, plan: DraftPlan) -> _native.DraftHead:
-    spec, of = program.spec, target.capabilities
+    spec = program.spec
     check_heads(spec.num_heads, spec.num_kv_heads, spec.head_dim)
-    if (spec.vocab_size, spec.hidden_size) != (of.vocab_size, of.hidden_size):
-        raise UnsupportedModel(
-            f"a draft for {spec.vocab_size} tokens and a hidden size of {spec.hidden_size}; its"
-            f" target has {of.vocab_size} and {of.hidden_size}"
-        )
-    if max(spec.taps) > of.num_layers:
-        raise UnsupportedModel(f"a draft from layer {max(spec.taps)} of {of.num_layers}")
+    draft_fit.check(spec, target.capabilities)
     return _native.DraftHead(
         target.decoder,
         feature_size=len(spec.taps) * spec.hidden_size,
