@@ -21,6 +21,9 @@ GREEDY: dict[str, Any] = {"temperature": 0}
 SEEDED: dict[str, Any] = {"temperature": 0.9, "seed": 77}
 # Without its end tokens an answer lasts as long as it is asked to.
 ENDLESS: dict[str, Any] = GREEDY | {"logit_bias": {"0": -100, "2": -100}}
+# The same is asked again and again: longer drafts from the answers given before would make an
+# answer whole before anything could be done to it.
+PACED: dict[str, Any] = {"speculation": {"max_tokens": 2}}
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +34,7 @@ def mortal() -> Iterator[Stack]:
 
 
 def body(sampling: dict[str, Any], max_tokens: int) -> dict[str, Any]:
-    return {"model": MODEL, "prompt": PROMPT, "max_tokens": max_tokens} | sampling
+    return {"model": MODEL, "prompt": PROMPT, "max_tokens": max_tokens} | sampling | PACED
 
 
 def undisturbed(http: httpx.Client, sampling: dict[str, Any], max_tokens: int) -> str:
@@ -146,7 +149,12 @@ def test_a_stream_whose_gateway_dies_ends_with_an_error_event(mortal: Stack) -> 
     def read() -> None:
         with mortal.client() as client:
             stream = client.completions.create(
-                model=MODEL, prompt=PROMPT, max_tokens=600, stream=True, **ENDLESS
+                model=MODEL,
+                prompt=PROMPT,
+                max_tokens=600,
+                stream=True,
+                extra_body=PACED,
+                **ENDLESS,
             )
             try:
                 for number, _ in enumerate(stream):
