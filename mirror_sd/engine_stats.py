@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mirror_sd.messages import Pace
+
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
     """`steps`, `tokens` (generated) and the seconds spent on drafting, and in forwards, count since
-    the start; the rest is of now."""
+    the start; the rest is of now. `pace` is None before anything was measured."""
 
     running: int
     waiting: int
@@ -19,3 +21,4 @@ class EngineStats:
     draft_s: float = 0.0
     verify_s: float = 0.0
     history_bytes: int = 0
+    pace: Pace | None = None

@@ -232,9 +232,17 @@ class DeviceHealth(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     memory_pressure: float | None = None
 
 
+class Pace(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """What a worker has measured of its forwards: (rows, seconds), rows rising; and prompt tokens
+    read in a second."""
+
+    curve: tuple[tuple[int, float], ...]
+    prefill_tok_s: float
+
+
 class Heartbeat(Message, frozen=True, kw_only=True, tag="heartbeat"):
     """Worker liveness and load. `steps` counts forwards since start: the progress counter;
-    `tokens` the tokens it has generated."""
+    `tokens` the tokens it has generated. `pace` is None before anything was measured."""
 
     worker_id: str
     running: int
@@ -245,6 +253,7 @@ class Heartbeat(Message, frozen=True, kw_only=True, tag="heartbeat"):
     draining: bool = False
     tokens: int = 0
     health: DeviceHealth | None = None
+    pace: Pace | None = None
 
 
 class Drain(Message, frozen=True, kw_only=True, tag="drain"):
@@ -275,6 +284,7 @@ class WorkerStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     emulated: bool = False
     tokens: int = 0
     health: DeviceHealth | None = None
+    pace: Pace | None = None
 
 
 class QueueStats(msgspec.Struct, frozen=True, kw_only=True):

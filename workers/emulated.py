@@ -100,6 +100,7 @@ class EmulatedEngine:
         self._due = clock()
         self._steps = 0
         self._tokens = 0
+        self._slowdown = 1.0
         self._step_seconds = telemetry.STEP_SECONDS.labels(device_class)
         self._batch = telemetry.BATCH_SEQUENCES.labels(device_class)
 
@@ -140,13 +141,13 @@ class EmulatedEngine:
 
     def step(self) -> list[Outbound]:
         """Admit, let the time of a step pass, return a token of each sequence that is read."""
-        control = self._obey()
+        self._slowdown = self._obey()
         self._device.begin_step()
         while self._waiting and len(self._running) < self.slots:
             sequence = self._waiting.popleft()
             self._running[sequence.submit.request_id] = sequence
         read = self._prefill()
-        self._pass(self._profile.step_s(read) * control)
+        self._pass(self._profile.step_s(read) * self._slowdown)
         outputs: list[Outbound] = []
         for sequence in list(self._running.values()):
             if sequence.unread == 0:
@@ -164,6 +165,7 @@ class EmulatedEngine:
             kv_blocks_free=max(self._blocks - used, 0),
             steps=self._steps,
             tokens=self._tokens,
+            pace=self._profile.pace(self._slowdown),
         )
 
     def health(self) -> DeviceHealth:

@@ -9,6 +9,7 @@ import yaml
 
 from mirror_sd.config import EmulationConfig
 from mirror_sd.errors import ConfigError
+from mirror_sd.messages import Pace
 
 _PROFILES = Path(__file__).with_name("profiles")
 
@@ -28,6 +29,17 @@ class Profile:
             return 0.0
         # A decoding step waits for memory, so reading prompts overlaps with it.
         return max(self.latency_ms / 1e3, prompt_tokens / self.prefill_tok_s)
+
+    def pace(self, slowdown: float = 1.0) -> Pace | None:
+        """As a real worker measures it, `slowdown` times slower; None where nothing takes time."""
+        step_s = slowdown * self.latency_ms / 1e3
+        if step_s == 0:
+            return None
+        rows = (1, self.max_batch) if self.max_batch > 1 else (1,)
+        return Pace(
+            curve=tuple((count, step_s) for count in rows),
+            prefill_tok_s=self.prefill_tok_s / slowdown,
+        )
 
 
 def load(device_class: str, changes: EmulationConfig) -> Profile:

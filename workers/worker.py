@@ -237,6 +237,7 @@ class Worker:
             draining=self._is_draining,
             tokens=stats.tokens,
             health=self._engine.health(),
+            pace=stats.pace,
         )
 
 

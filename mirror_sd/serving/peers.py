@@ -117,4 +117,5 @@ class Worker:
             emulated=self.register.emulated,
             tokens=load.tokens if load else 0,
             health=load.health if load else None,
+            pace=load.pace if load else None,
         )

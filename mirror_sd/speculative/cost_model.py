@@ -11,6 +11,8 @@ from bisect import bisect_right
 
 import numpy as np
 
+from mirror_sd.messages import Pace
+
 _KNOTS = (
     *range(1, 11), 12, 14, 16, 17, 20, 24, 28, 32, 33, 40, 48, 56, 64, 65, 80, 96, 128, 192, 256,
     512, 1024,
@@ -22,6 +24,8 @@ _SLOWEST_GAIN, _DRIFT = 0.06, 0.03
 # A step that took longer than this many times what was expected met something else.
 _OUTLIER = 2.0
 _REFRESH_EVERY = 8
+# Of these the worker tells its stack.
+_TOLD = (1, 2, 4, 8, 16, 32, 64)
 
 
 class VerifyCost:
@@ -68,6 +72,15 @@ class VerifyCost:
         """Of a forward of `rows`; 0 before anything was measured."""
         table = self.table()
         return table[min(rows, MOST_ROWS)]
+
+    def pace(self, chunk: int) -> Pace | None:
+        """For the plan of the stack; `chunk`: prompt tokens in a forward. None before anything was
+        measured."""
+        if not self.is_known:
+            return None
+        table, chunk = self.table(), min(chunk, MOST_ROWS)
+        curve = tuple((rows, table[rows]) for rows in _TOLD)
+        return Pace(curve=curve, prefill_tok_s=chunk / table[chunk]) if curve[0][1] > 0 else None
 
     def table(self) -> list[float]:
         """[1025] seconds by rows, never falling."""
