@@ -130,6 +130,12 @@ class EngineConfig(_Section):
     prefill_chunk: int = Field(
         256, ge=16, le=8192, description="most prompt tokens in one forward, all sequences together"
     )
+    segment_above: int = Field(
+        2048, ge=0, description="a prompt of more tokens is read in segments while others decode"
+    )
+    segment_pace: float = Field(
+        1.6, gt=1, le=100, description="longest step with a segment, in steps without one"
+    )
     prefix_reuse: bool = Field(True, description="keep finished KV blocks for equal prefixes")
 
 

@@ -61,6 +61,8 @@ class Engine:
         self.slots = slots
         self._clock = clock
         self._speculation = speculation
+        self._prefill_chunk = engine.prefill_chunk
+        self._segment_above = engine.segment_above
         size = engine.block_size
         longest = -(-self.capabilities.max_context // size) * slots
         block_bytes = backend.kv_bytes_per_block(size)
@@ -87,6 +89,7 @@ class Engine:
             planner=self._planner,
             block_size=size,
             prefill_chunk=engine.prefill_chunk,
+            segment_pace=engine.segment_pace,
             clock=clock,
         )
         self.max_context = min(self.capabilities.max_context, blocks * size)
@@ -304,6 +307,7 @@ class Engine:
             )
             sequence.computed = len(sequence.table) * self._cache.block_size
             needed = -(-len(sequence.tokens) // self._cache.block_size) - len(sequence.table)
+            sequence.is_long = sequence.pending > self._segment_above
             if needed > self._pool.free and self._loop.running:
                 self._loop.release(sequence)
                 return

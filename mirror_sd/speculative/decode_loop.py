@@ -2,7 +2,8 @@
 
 Prompt chunks, plain decode rows and draft rows of all running sequences share the forward. A
 sequence that lacks a KV block displaces the one of lowest priority, which keeps its tokens and
-computes its KV again later (recompute preemption); its output does not change by that.
+computes its KV again later (recompute preemption); its output does not change by that. A long
+prompt is read in segments while others decode, as short as `SegmentPace` tells.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from mirror_sd.backends.protocol import Backend, Float32
 from mirror_sd.memory.block_pool import BlockPool, OutOfBlocks
@@ -19,6 +20,7 @@ from mirror_sd.messages import Chunk, Failed, Finished
 from mirror_sd.speculative.batch_plan import Slice, ragged
 from mirror_sd.speculative.draft_planner import DraftPlanner, DraftReport
 from mirror_sd.speculative.sampler import token_logprob
+from mirror_sd.speculative.segment_pace import Segment, SegmentPace
 from mirror_sd.speculative.sequence import Sequence
 from mirror_sd.speculative.verifier import Verdict, verify
 
@@ -49,6 +51,7 @@ class DecodeLoop:
         planner: DraftPlanner,
         block_size: int,
         prefill_chunk: int,
+        segment_pace: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._backend = backend
@@ -58,6 +61,8 @@ class DecodeLoop:
         self._block_size = block_size
         self._prefill_chunk = prefill_chunk
         self._clock = clock
+        self._pace = SegmentPace(segment_pace, planner.cost)
+        self._segment: Segment | None = None
         self.running: list[Sequence] = []
         self.preempted: list[Sequence] = []
         self.report = StepReport()
@@ -77,10 +82,23 @@ class DecodeLoop:
         self.report.forward_s = self._clock() - begin
         self.report.sequences = len(plan)
         self.report.tokens = sum(piece.tokens for piece in plan)
+        prompts = sum(not piece.is_decoding for piece in plan)
         outputs = self._commit(plan, logits)
-        self._planner.finish(self._chosen, self.report.tokens, self._clock() - begin)
+        self._learn(len(plan), prompts, self._clock() - begin)
         self.report.drafts = self._planner.report
         return outputs
+
+    def _learn(self, sequences: int, prompts: int, seconds: float) -> None:
+        rows, cost = self.report.tokens, self._planner.cost
+        whole_s = seconds + self._planner.report.seconds
+        if self._segment is not None and prompts == 1:
+            self._pace.observe(self._segment, whole_s)
+        elif not prompts:
+            self._pace.observe_bare(sequences, whole_s)
+        if self._segment is not None and cost.is_known:
+            # Its long context is no property of the number of rows.
+            seconds = cost.seconds(rows)
+        self._planner.finish(self._chosen, rows, seconds)
 
     def retire(self, sequence: Sequence) -> None:
         """Take a running sequence out and give back its blocks."""
@@ -99,17 +117,34 @@ class DecodeLoop:
         self.running.sort(key=lambda sequence: sequence.priority)
         plan: list[Slice] = []
         budget = self._prefill_chunk
+        decoding = sum(sequence.pending == 1 for sequence in self.running)
+        segment = self._next_segment(decoding)
         for sequence in list(self.running):
             if sequence not in self.running:  # preempted by one before it
                 continue
             decodes = sequence.pending == 1
             count = 1 if decodes else min(sequence.pending, budget)
+            if segment is not None and not decodes and sequence.is_long:
+                count = min(count, segment.tokens)
             if count == 0 or not self._reserve(sequence, sequence.computed + count):
                 continue
             if not decodes:
                 budget -= count
+                if segment is not None and sequence.is_long:
+                    # The first takes it all, so that one of several is soon read.
+                    self._segment = replace(segment, tokens=count, position=sequence.computed)
+                    segment = replace(segment, tokens=0)
             plan.append(self._slice(sequence, count))
         return plan
+
+    def _next_segment(self, decoding: int) -> Segment | None:
+        """What may be read of long prompts; None where nothing has to keep its pace."""
+        self._segment = None
+        reading = [s for s in self.running if s.is_long and s.pending > 1]
+        if not decoding or not reading:
+            return None
+        position = reading[0].computed
+        return Segment(self._pace.tokens(decoding, position), position, decoding)
 
     def _reserve(self, sequence: Sequence, length: int) -> bool:
         """Make the block table cover `length` positions; False if `sequence` had to give way."""

@@ -17,7 +17,8 @@ from mirror_sd.speculative.sequence_drafts import SequenceDrafts
 @dataclass(slots=True, eq=False)
 class Sequence:
     """`tokens` is prompt + completion. The KV of `tokens[:computed]` is in the blocks of `table`;
-    what lies beyond (rejected drafts) is overwritten before it is read."""
+    what lies beyond (rejected drafts) is overwritten before it is read. `is_long`: there is so much
+    to read before its next token that it is read in segments."""
 
     submit: Submit
     chain: PrefixChain
@@ -31,6 +32,7 @@ class Sequence:
     prompt_logprobs: list[TokenLogprob | None] | None = None
     cached_tokens: int = 0
     head: HeadState | None = None
+    is_long: bool = False
     rounds: int = 0
     _array: Int32 = field(default_factory=lambda: np.empty(0, dtype=np.int32))
     _array_of: list[int] | None = None
