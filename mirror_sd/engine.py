@@ -135,6 +135,7 @@ class Engine:
             draft_s=self._draft_s,
             verify_s=self._verify_s,
             history_bytes=sum(drafter.nbytes for drafter in (self._drafters or {}).values()),
+            pace=self._planner.cost.pace(self._prefill_chunk),
         )
 
     def health(self) -> DeviceHealth:
