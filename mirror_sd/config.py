@@ -16,12 +16,13 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from mirror_sd.config_drafters import DrafterConfig
 from mirror_sd.config_source import assign, describe, read
 from mirror_sd.errors import ConfigError
 
 ENV_PREFIX = "MIRROR_SD__"
 DeviceClass = Literal["cpu", "gpu", "tpu"]
-Precision = Literal["auto", "fp32", "bf16", "int8"]
+Precision = Literal["auto", "fp32", "bf16", "fp16", "int8"]
 
 
 class _Section(BaseModel):
@@ -117,6 +118,9 @@ class PoolConfig(_Section):
         None, ge=1, description="threads a worker; default: its share of the cores"
     )
     pin: bool = Field(True, description="pin each worker to its cores")
+    cores: tuple[int, ...] | None = Field(
+        None, min_length=1, description="CPU numbers that the workers share; default: all"
+    )
     emulation: EmulationConfig = EmulationConfig()
 
 
@@ -141,7 +145,7 @@ class EngineConfig(_Section):
 
 class SpeculationConfig(_Section):
     enabled: bool = Field(True, description="draft at all; a request can still turn it off")
-    drafter: Literal["auto", "lookup", "history", "head"] = Field(
+    drafter: Literal["auto", "lookup", "history", "head", "remote"] = Field(
         "auto", description="where drafts come from; auto chooses what pays, step by step"
     )
     draft: str = Field(
@@ -316,6 +320,7 @@ class Config(_Section):
     server: ServerConfig = ServerConfig()
     model: ModelConfig = ModelConfig()
     pools: dict[DeviceClass, PoolConfig] = Field({"cpu": PoolConfig()}, min_length=1)
+    drafters: dict[DeviceClass, DrafterConfig] = {}
     engine: EngineConfig = EngineConfig()
     speculation: SpeculationConfig = SpeculationConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
@@ -334,7 +339,7 @@ class Config(_Section):
                     )
         return self
 
-    @field_validator("pools", mode="before")
+    @field_validator("pools", "drafters", mode="before")
     @classmethod
     def _pool_without_settings(cls, pools: Any) -> Any:
         # `pools: {gpu:}` in YAML is a pool with all defaults.

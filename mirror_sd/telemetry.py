@@ -157,7 +157,7 @@ ACCEPTED_LENGTH = _histogram(
 )
 SOURCE_DRAFTED = _counter(
     "mirror_worker_source_drafted_tokens_total",
-    "Draft tokens verified, by where they came from: lookup, history, hint, head.",
+    "Draft tokens verified, by where they came from: lookup, history, hint, head, remote.",
     ("class", "source"),
 )
 SOURCE_ACCEPTED = _counter(
@@ -205,6 +205,38 @@ ENGINE_INFO = _gauge(
     "mirror_worker_engine_info",
     "1 for each live worker's engine.",
     ("class", "engine", "precision", "isa", "bit_stable"),
+)
+
+REMOTE_DRAFTERS = _gauge(
+    "mirror_worker_drafters", "Drafters on other devices that workers can have now.", ("class",)
+)
+REMOTE_WAIT_SECONDS = _counter(
+    "mirror_worker_draft_wait_seconds_total", "Time spent waiting for drafters.", ("class",)
+)
+REMOTE_LATE = _counter(
+    "mirror_worker_draft_waits_late_total",
+    "Waits for a drafter that ended without a proposal.",
+    ("class",),
+)
+REMOTE_STALE = _counter(
+    "mirror_worker_stale_proposals_total",
+    "Proposals that came too late, or made no sense, and were dropped.",
+    ("class",),
+)
+REMOTE_LOST = _counter(
+    "mirror_worker_draft_sessions_lost_total",
+    "Sequences whose drafter was lost or refused them; they go on with local drafts.",
+    ("class",),
+)
+
+# Drafter.
+DRAFTER_SESSIONS = _gauge("mirror_drafter_sessions", "Sequences drafted for.", ("class",))
+DRAFTER_TOKENS = _counter("mirror_drafter_tokens_total", "Tokens drafted.", ("class",))
+DRAFTER_PACE = _gauge(
+    "mirror_drafter_seconds_per_token", "Time of a drafted token, lately.", ("class",)
+)
+DRAFTER_BAD_FRAMES = _counter(
+    "mirror_drafter_bad_frames_total", "Frames dropped as unreadable.", ("class",)
 )
 
 # Pool.

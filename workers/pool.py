@@ -112,6 +112,21 @@ def share_of_cores(cores: Sequence[int], workers: int, index: int) -> list[int]:
     return list(cores[begin:end])
 
 
+def chosen_cores(wanted: Sequence[int] | None, key: str) -> list[int]:
+    """The cores that this process may use, or of them those that setting `key` names. Raises
+    `ConfigError` for one that it may not use."""
+    allowed = sorted(os.sched_getaffinity(0))
+    if wanted is None:
+        return allowed
+    absent = sorted(set(wanted) - set(allowed))
+    if absent:
+        raise ConfigError(
+            f"{key} names {', '.join(map(str, absent))}; usable here are"
+            f" {', '.join(map(str, allowed))}"
+        )
+    return sorted(set(wanted))
+
+
 def worker_spec(device_class: str, pool: PoolConfig, cores: Sequence[int], index: int) -> ChildSpec:
     """How the pool starts worker `index` on its share of `cores`."""
     share = share_of_cores(cores, pool.workers, index)
@@ -141,10 +156,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         settings = {str(name): pool for name, pool in config.pools.items()}.get(device_class)
         if settings is None:
             raise ConfigError(f"no pool {device_class!r} is configured")
+        cores = chosen_cores(settings.cores, f"pools.{device_class}.cores")
     except SetupError as error:
         _log.error("the pool %s cannot start: %s", device_class, error.message)
         return CANNOT_START
-    cores = sorted(os.sched_getaffinity(0))
     specs = [worker_spec(device_class, settings, cores, i) for i in range(settings.workers)]
     waker = Waker()
     waker.install()

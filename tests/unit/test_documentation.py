@@ -16,6 +16,7 @@ from pydantic import BaseModel
 
 from mirror_sd import errors, telemetry
 from mirror_sd.config import Config, PoolConfig
+from mirror_sd.config_drafters import DrafterConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 OPERATIONS = ROOT / "docs" / "operations.md"
@@ -30,6 +31,8 @@ def setting_rows(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[
         kind = field.annotation
         if name == "pools":
             yield from setting_rows(PoolConfig, "pools.CLASS.")
+        elif name == "drafters":
+            yield from setting_rows(DrafterConfig, "drafters.CLASS.")
         elif isinstance(kind, type) and issubclass(kind, BaseModel):
             yield from setting_rows(kind, f"{key}.")
         else:

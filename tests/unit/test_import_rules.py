@@ -17,7 +17,16 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-_FOUNDATIONS = ("errors", "config", "config_source", "run_dir", "telemetry", "messages", "philox")
+_FOUNDATIONS = (
+    "errors",
+    "config",
+    "config_drafters",
+    "config_source",
+    "run_dir",
+    "telemetry",
+    "messages",
+    "philox",
+)
 FOUNDATIONS = frozenset(f"mirror_sd.{name}" for name in _FOUNDATIONS)
 
 

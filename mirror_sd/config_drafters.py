@@ -1,0 +1,60 @@
+"""The section `drafters` of the configuration: models that draft for workers of other classes."""
+
+from __future__ import annotations
+
+from typing import Literal
+from urllib.parse import urlsplit
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+
+class DrafterConfig(BaseModel):
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False
+    )
+
+    engine: Literal["auto", "native", "torch", "xla", "onnxruntime", "transformers"] = Field(
+        "auto", description="back end of the drafters; auto: native on the CPU, else torch"
+    )
+    device: str = Field("auto", description="device of the drafters; auto: that of their class")
+    precision: Literal["auto", "fp32", "bf16", "fp16", "int8"] = Field(
+        "auto", description="as pools.CLASS.precision"
+    )
+    model: str | None = Field(
+        None, description="model with the target's tokenizer; default: the target's own"
+    )
+    workers: int = Field(1, ge=1, le=64, description="drafter processes")
+    threads: int | None = Field(
+        None, ge=1, description="threads a drafter; default: its share of the cores"
+    )
+    cores: tuple[int, ...] | None = Field(
+        None, min_length=1, description="CPU numbers to be pinned to; default: not pinned"
+    )
+    serves: tuple[Literal["cpu", "gpu", "tpu"], ...] = Field(
+        (), description="classes whose workers it drafts for; default: all other classes"
+    )
+    overlap: bool = Field(True, description="draft on while the verifier verifies")
+    length: int | None = Field(
+        None, ge=1, le=32, description="tokens of a proposal; default: by what is accepted"
+    )
+    sessions: int = Field(
+        32, ge=1, le=4096, description="sequences that a drafter drafts for at once"
+    )
+    address: str | None = Field(
+        None,
+        description="tcp://HOST:PORT to listen on, without encryption, each drafter one port on;"
+        " default: a socket in the run directory",
+    )
+
+    @field_validator("address")
+    @classmethod
+    def _address_is_tcp(cls, address: str | None) -> str | None:
+        if address is not None:
+            parts = urlsplit(address)
+            if parts.scheme != "tcp" or not parts.hostname or parts.port is None:
+                raise ValueError("write it as tcp://HOST:PORT")
+        return address
+
+    def serves_class(self, device_class: str, own_class: str) -> bool:
+        """Whether it drafts for the workers of `device_class`, itself being of `own_class`."""
+        return device_class in self.serves if self.serves else device_class != own_class

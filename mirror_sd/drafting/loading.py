@@ -1,0 +1,57 @@
+"""The engine of a drafter as the configuration describes it."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from mirror_sd import model_store
+from mirror_sd.config import Config
+from mirror_sd.config_drafters import DrafterConfig
+from mirror_sd.drafting.draft_engine import DraftEngine
+from mirror_sd.engine_backend import create_backend
+from mirror_sd.errors import ConfigError
+from mirror_sd.model_store import ModelFiles
+from mirror_sd.uir import draft_file, tokenizer_files
+
+
+def load(config: Config, device_class: str, threads: int | None) -> tuple[DraftEngine, str]:
+    """(engine, digest of the tokenizer). Raises `ConfigError` or `ModelError`, as where the
+    drafter's tokenizer is not the target's."""
+    settings = {str(name): drafter for name, drafter in config.drafters.items()}[device_class]
+    target = model_store.resolve(config.model.path)
+    files = model_store.resolve(settings.model) if settings.model else target
+    digest = tokenizer_digest(files)
+    if files is not target and digest != tokenizer_digest(target):
+        raise ConfigError(
+            f"drafters.{device_class}.model is {settings.model!r}, whose tokenizer is not that of"
+            f" {config.model.path!r}: a draft must have its target's tokens"
+        )
+    engine = DraftEngine(
+        create_backend(_as_pool(config, device_class, settings), device_class, threads),
+        kv_cache_mb=config.engine.kv_cache_mb,
+        most_sessions=settings.sessions,
+    )
+    engine.warm_up()
+    return engine, digest
+
+
+def _as_pool(config: Config, device_class: str, settings: DrafterConfig) -> Config:
+    """The configuration of a stack whose pool of that class has the drafter's model and engine."""
+    tree = config.model_dump()
+    tree["pools"] = {
+        device_class: {
+            "engine": settings.engine,
+            "device": settings.device,
+            "precision": settings.precision,
+        }
+    }
+    tree["model"]["path"] = settings.model or config.model.path
+    return Config.model_validate(tree)
+
+
+def tokenizer_digest(files: ModelFiles) -> str:
+    """Of the model's tokenizer.json."""
+    with tempfile.TemporaryDirectory(prefix="mirror-sd-") as scratch:
+        tokenizer_files.export(files, Path(scratch))
+        return draft_file.tokenizer_digest(Path(scratch) / tokenizer_files.TOKENIZER)

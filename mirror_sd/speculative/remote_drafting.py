@@ -1,0 +1,201 @@
+"""The sequences of an engine that drafters on other devices draft for, and how long to wait.
+
+Waiting costs what a second is worth, `rate` tokens; what it may bring is the chance of the next
+token of each sequence that has too few. It never takes longer than a step of the verifier itself:
+then it goes on with what it has, local drafts or none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Ordered
+from dataclasses import dataclass
+
+from mirror_sd.drafting.frames import Commit, DraftParams, Open, Proposal
+from mirror_sd.messages import SamplingParams
+from mirror_sd.speculative.drafters.remote import DraftLink, RemoteSource
+
+# What is expected of waiting is expected too early: it must be worth so much more than it costs.
+_CAUTION = 1.2
+# A token that takes so many times as long as usual is not waited for.
+_PATIENCE = 3.0
+_GUESS_S = 0.005
+# A drafter that does not run ahead is waited for as many steps of the verifier.
+_SERIAL_STEPS = 30.0
+_RETRY_S = 1.0
+
+
+@dataclass(slots=True)
+class Await:
+    """A sequence that could do with more drafted tokens, `limit` at most. `survival`: chance that
+    token j and all before it are accepted."""
+
+    source: RemoteSource
+    limit: int
+    survival: Ordered[float]
+
+    @property
+    def is_short(self) -> bool:
+        return self.source.is_open and self.source.ready < min(self.limit, self.source.length)
+
+    @property
+    def chance(self) -> float:
+        """Of the next token that is drafted."""
+        return self.survival[min(self.source.ready, len(self.survival) - 1)]
+
+    @property
+    def expected_s(self) -> float:
+        """Time until it comes."""
+        source = self.source
+        return (source.pace_s if source.ready else source.latency_s) or _GUESS_S
+
+
+@dataclass(slots=True)
+class RemoteCounts:
+    """For metrics. `ready`, `late`: waits that brought something, or nothing."""
+
+    waited_s: float = 0.0
+    ready: int = 0
+    late: int = 0
+    stale: int = 0
+    lost: int = 0
+
+
+class RemoteDrafting:
+    """One per engine. `overlaps`: drafters go on while their proposals are verified; where they do
+    not, each proposal is waited for. `on_proposal` sees each one that is taken."""
+
+    def __init__(
+        self,
+        link: DraftLink,
+        *,
+        vocab_size: int,
+        most_tokens: int,
+        length: int | None,
+        overlaps: bool,
+        clock: Callable[[], float],
+        on_proposal: Callable[[Proposal], None] | None = None,
+    ) -> None:
+        self._link = link
+        self._vocab = vocab_size
+        self._most = most_tokens
+        self._length = length
+        self._overlaps = overlaps
+        self._clock = clock
+        self._on_proposal = on_proposal
+        self._sources: dict[int, RemoteSource] = {}
+        self._next = 1
+        self.counts = RemoteCounts()
+
+    def open(self, tokens: list[int], params: SamplingParams, tenant: str) -> RemoteSource:
+        """The source of a sequence that is about to be prefilled: both are, at the same time."""
+        source = RemoteSource(
+            tokens,
+            params,
+            tenant,
+            vocab_size=self._vocab,
+            most_tokens=self._most,
+            length=self._length,
+        )
+        self._begin(source)
+        return source
+
+    def _begin(self, source: RemoteSource) -> None:
+        params = source.params
+        session, self._next = self._next, self._next + 1
+        source.retry_at = self._clock() + _RETRY_S
+        request = Open(
+            session=session,
+            tokens=tuple(source.tokens),
+            params=DraftParams(
+                seed=params.seed % 2**64,
+                temperature=params.temperature,
+                top_k=params.top_k,
+                top_p=params.top_p,
+                logit_bias=params.logit_bias,
+                stop_token_ids=params.stop_token_ids,
+            ),
+            length=source.length,
+            runs_ahead=self._overlaps,
+            tenant=source.tenant,
+            traces=self._on_proposal is not None,
+        )
+        if self._link.open(request):
+            source.begin(session)
+            self._sources[session] = source
+
+    def commit(self, source: RemoteSource, count: int) -> None:
+        """The last `count` tokens of the sequence are new."""
+        if source.is_open:
+            base = len(source.tokens) - count
+            tokens = tuple(source.tokens[base:])
+            self._link.commit(Commit(source.session, base, tokens, source.length))
+        elif self._clock() >= source.retry_at:
+            self._begin(source)
+
+    def close(self, source: RemoteSource) -> None:
+        """The sequence has ended."""
+        if source.is_open:
+            del self._sources[source.session]
+            source.end()
+            self._link.close(source.session)
+
+    def flush(self) -> None:
+        """Tell the drafters what has gathered."""
+        self._link.flush()
+
+    def gather(self, wanted: Ordered[Await], rate: float, step_s: float) -> None:
+        """Take in what has come; wait for more as long as that is worth it. A second is worth
+        `rate` tokens, a step of this engine is expected to take `step_s`."""
+        self.flush()
+        begin = self._clock()
+        self._receive(0.0)
+        before = sum(item.source.ready for item in wanted)
+        short = self._short(wanted)
+        is_late = False
+        while short:
+            waited = self._clock() - begin
+            limit = self._limit_s(short, rate, step_s)
+            if limit <= 0.0:
+                break
+            if waited >= limit:
+                is_late = True
+                break
+            self._receive(limit - waited)
+            short = self._short(wanted)
+        if (waited := self._clock() - begin) and (short or is_late or before == 0):
+            self.counts.waited_s += waited
+        if is_late and sum(item.source.ready for item in wanted) == before:
+            self.counts.late += 1
+            self._link.was_late([item.source.session for item in short])
+
+    def _short(self, wanted: Ordered[Await]) -> list[Await]:
+        return [
+            item
+            for item in wanted
+            if item.is_short and self._link.is_answering(item.source.session)
+        ]
+
+    def _limit_s(self, short: Ordered[Await], rate: float, step_s: float) -> float:
+        """How long to wait in all, 0 where it is not worth it."""
+        if not self._overlaps:
+            return _SERIAL_STEPS * step_s
+        expected = max(item.expected_s for item in short)
+        gain = sum(item.chance for item in short)
+        if gain <= _CAUTION * rate * expected:
+            return 0.0
+        return min(step_s, _PATIENCE * expected)
+
+    def _receive(self, timeout_s: float) -> None:
+        proposals, gone = self._link.receive(timeout_s)
+        for session in gone:
+            source = self._sources.pop(session, None)
+            if source is not None:
+                source.end()
+                self.counts.lost += 1
+        for proposal in proposals:
+            source = self._sources.get(proposal.session)
+            if source is None or not source.take(proposal):
+                self.counts.stale += 1
+            elif self._on_proposal is not None:
+                self._on_proposal(proposal)
