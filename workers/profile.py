@@ -1,15 +1,18 @@
-"""What an emulated device can do: the profile of its class, changed by the pool's `emulation`."""
+"""What a device is expected to do: what an emulated one keeps to, and what is planned with before a
+real one has measured itself."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from mirror_sd.config import EmulationConfig
 from mirror_sd.errors import ConfigError
 from mirror_sd.messages import Pace
+from mirror_sd.scheduler.device_profile import DeviceProfile
 
 _PROFILES = Path(__file__).with_name("profiles")
 
@@ -44,14 +47,34 @@ class Profile:
 
 def load(device_class: str, changes: EmulationConfig) -> Profile:
     """The class's own profile with what the configuration changes; raises `ConfigError`."""
-    path = _PROFILES / f"{device_class}.yaml"
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    values = _values(_PROFILES / f"{device_class}.yaml")
     values |= changes.model_dump(exclude_none=True)
     return Profile(
         latency_ms=float(values["latency_ms"]),
         max_batch=int(values["max_batch"]),
         prefill_tok_s=float(values["prefill_tok_s"]),
     )
+
+
+def expected(device_class: str, engine: str, slots: int, changes: EmulationConfig) -> DeviceProfile:
+    """What to plan with before a worker of the class has measured itself: the engine's own figures
+    where it has some, else those of the class. Raises `ConfigError`."""
+    if engine == "auto" and device_class == "cpu":
+        engine = "native"
+    path = _PROFILES / f"{engine}.yaml"
+    if engine != "emulated" and path.exists():
+        values = _values(path)
+        curve = tuple((int(rows), float(ms) / 1e3) for rows, ms in values["curve_ms"].items())
+        return DeviceProfile(device_class, curve, float(values["prefill_tok_s"]), slots)
+    pace = load(device_class, changes).pace()
+    # A device whose steps take no time still has to be planned with.
+    curve, prefill_tok_s = (((1, 1e-6),), 1e9) if pace is None else (pace.curve, pace.prefill_tok_s)
+    return DeviceProfile(device_class, curve, prefill_tok_s, slots)
+
+
+def _values(path: Path) -> dict[str, Any]:
+    try:
+        values: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    return values

@@ -110,8 +110,12 @@ def _held_back(
 ) -> tuple[Mapping[str, float], list[str]]:
     """Shares where no class gets more than the probe leaves of the share that it would have."""
     free = _deal(services, asked, {})
-    factors = {s.device.device_class: health.get(s.device.device_class, 1.0) for s in services}
-    best = max(factors.values())
+    factors = {
+        service.device.device_class: health.get(service.device.device_class, 1.0)
+        for service in services
+        if service.per_s > 0
+    }
+    best = max(factors.values(), default=0.0)
     if best <= 0 or min(factors.values()) == best:
         return free, []
     limits = {name: free[name] * factor / best for name, factor in factors.items() if factor < best}

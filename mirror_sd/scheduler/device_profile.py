@@ -76,13 +76,20 @@ class DeviceProfile:
 class DrafterProfile:
     """Workers that draft for others. `device.step_s(n)` is the time of a drafted token for each of
     `n` sequences; `link_s` of a message there and back; `acceptance` the chance of a drafted token
-    to be the target's, where all before were."""
+    to be the target's, where all before were; `serves`: the classes it drafts for, by default all
+    but its own."""
 
     name: str
     device: DeviceProfile
     link_s: float = 0.001
     acceptance: float = 0.8
+    serves: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 <= self.acceptance <= 1 or not 0 <= self.link_s < float("inf"):
             raise ValueError(f"no drafter is like this: {self}")
+
+    def serves_class(self, device_class: str) -> bool:
+        if self.serves:
+            return device_class in self.serves
+        return device_class != self.device.device_class

@@ -63,7 +63,7 @@ def pairs(
         options = [
             _pair(device, drafter, _streams(device, demand), served[drafter.name], longest)
             for drafter in choice
-            if drafter.device.device_class != device.device_class and drafter.device.workers
+            if drafter.serves_class(device.device_class) and drafter.device.workers
         ]
         return max(options, key=lambda pair: pair.speedup, default=None)
 
@@ -72,7 +72,7 @@ def pairs(
     for device in sorted(alive, key=lambda item: -_gain(item, firsts[item.device_class])):
         pair = best_for(device, drafters)
         if pair is None:
-            notes.append(f"{device.device_class} has no drafter of another class")
+            notes.append(f"no drafter serves {device.device_class}")
         elif pair.speedup < _WORTH:
             notes.append(f"{pair.drafter} would not speed up {pair.verifier}: {pair.reason}")
         else:

@@ -189,7 +189,13 @@ def test_a_drafter_that_is_slow_or_mostly_wrong_is_left_out_with_the_reason() ->
 
 def test_a_drafter_does_not_draft_for_its_own_class() -> None:
     made = DynamicSplitter([NATIVE], [drafter(0.95)]).plan()
-    assert made.pairs == () and made.reasons == ("cpu has no drafter of another class",)
+    assert made.pairs == () and made.reasons == ("no drafter serves cpu",)
+
+
+def test_a_drafter_drafts_only_for_the_classes_that_it_is_to_serve() -> None:
+    gpu = replace(XLA, device_class="gpu")
+    only = replace(drafter(0.9), serves=("gpu",))
+    assert [pair.verifier for pair in DynamicSplitter([XLA, gpu], [only]).plan().pairs] == ["gpu"]
 
 
 def test_busy_links_shorten_drafts_and_then_end_them() -> None:
