@@ -172,7 +172,7 @@ def generate(
     model: Annotated[
         str | None, typer.Option(help="Name, Hugging Face directory or .gguf file.")
     ] = None,
-    precision: Annotated[str | None, typer.Option(metavar="auto|fp32|bf16|int8")] = None,
+    precision: Annotated[str | None, typer.Option(metavar="auto|fp32|bf16|fp16|int8")] = None,
     config: ConfigFile = None,
     overrides: Overrides = None,
 ) -> None:

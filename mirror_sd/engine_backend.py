@@ -17,16 +17,21 @@ def create_backend(config: Config, device_class: str, threads: int | None = None
 
     Raises `ConfigError` or `ModelError`.
     """
-    from mirror_sd import model_store, openmp
+    from mirror_sd import cuda_allocator, model_store, openmp
     from mirror_sd.backends import registry
 
     pool = _pool(config, device_class)
+    if device_class != "cpu":
+        # Before torch is imported, which reads it then.
+        os.environ.update(cuda_allocator.environment(pool.device, os.environ))
     device = _device(pool, device_class)
     threads = threads or pool.threads or len(os.sched_getaffinity(0))
     for name, value in openmp.environment(threads).items():
         os.environ.setdefault(name, value)  # a pool has set them for its workers
+    # On the CPU too, where that is the device of a pool of TPUs.
+    is_tpu = device_class == "tpu" and pool.engine == "auto"
     return registry.create(
-        pool.engine,
+        "xla" if is_tpu else pool.engine,
         model_store.resolve(config.model.path),
         device=device,
         precision=pool.precision,
@@ -37,7 +42,7 @@ def create_backend(config: Config, device_class: str, threads: int | None = None
 
 
 def _device(pool: PoolConfig, device_class: str) -> str:
-    """The torch device of a pool; raises `ConfigError` where `auto` finds none of its class."""
+    """The device of a pool; raises `ConfigError` where torch finds none of its class for `auto`."""
     if pool.device != "auto":
         if device_class != "cpu" and pool.device == "cpu":
             logger.warning(
@@ -48,11 +53,17 @@ def _device(pool: PoolConfig, device_class: str) -> str:
         return pool.device
     if device_class == "cpu":
         return "cpu"
+    if pool.engine == "xla":
+        return "auto"
+    if device_class == "tpu" and pool.engine == "auto":
+        return "tpu"
     if device_class == "gpu":
         import torch
 
         if torch.cuda.is_available():
             return "cuda"
+        if torch.xpu.is_available():
+            return "xpu"
     raise ConfigError(
         f"pools.{device_class}.device is auto, and there is no {device_class} here that torch can"
         f" use; set pools.{device_class}.engine=emulated to emulate one, or"

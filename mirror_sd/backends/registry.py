@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mirror_sd.backends.cpu_features import has_bf16_products
 from mirror_sd.backends.protocol import Backend
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 # Of `_native.Decoder`.
 _MOST_THREADS = 1024
-PRECISIONS = ("auto", "fp32", "bf16", "int8")
+PRECISIONS = ("auto", "fp32", "bf16", "fp16", "int8")
 
 
 def create(
@@ -31,15 +31,17 @@ def create(
 ) -> Backend:
     """Load a model into the named engine; takes up to seconds.
 
-    engine: auto is native on the CPU, torch on other devices. device: a torch device. precision:
-    auto, fp32, bf16 or (native) int8. threads: None takes the cores this process may use.
-    max_context can only lower the model's. kv: number format of keys and values; other than auto it
-    needs the native engine. Raises `ConfigError` for a bad setting, `ModelError`
-    for a bad model. Without the C++ part torch takes the place of native, and a model that our
+    engine: auto is native on the CPU, xla on a TPU, torch on other devices. device: a torch device,
+    or one of `xla.runtime.open_device`. precision:
+    auto, fp32, bf16, fp16 (torch) or int8 (native). threads: None takes the cores this process may
+    use. max_context can only lower the model's. kv: number format of keys and values; other than
+    auto it needs the native engine. Raises `ConfigError` for a bad setting, `ModelError` for a bad
+    model. Without the C++ part torch takes the place of native, and a model that our
     decoders do not know goes to `transformers`, both with a warning.
     """
     if engine == "auto":
-        engine = "native" if device == "cpu" else "torch"
+        of_device = {"cpu": "native", "tpu": "xla"}
+        engine = of_device.get(device.partition(":")[0], "torch")
     factory = _FACTORIES.get(engine)
     if factory is None:
         known = ", ".join(("auto", *sorted(_FACTORIES)))
@@ -78,6 +80,8 @@ def _native(files: ModelFiles, setting: Setting) -> Backend:
     threads = setting.threads or len(os.sched_getaffinity(0))
     if threads > _MOST_THREADS:
         raise ConfigError(f"{threads} threads; the native engine takes at most {_MOST_THREADS}")
+    if setting.precision == "fp16":
+        raise ConfigError("precision 'fp16' is for accelerators; native has fp32, bf16 and int8")
     isa = chosen_isa()
     precision = "int8" if setting.precision == "auto" else setting.precision
     plan = PrecisionPlan.native(precision, setting.kv)
@@ -100,6 +104,7 @@ def _prepare_torch(device: str, threads: int | None) -> None:
     if threads is not None:
         torch.set_num_threads(threads)
     torch_device.check(device, f"the device {device!r}")
+    torch_device.prepare(device)
 
 
 def _torch_precision(setting: Setting) -> str:
@@ -107,12 +112,17 @@ def _torch_precision(setting: Setting) -> str:
     if setting.kv != "auto":
         raise ConfigError(f"a KV cache of {setting.kv} needs the native engine")
     if setting.precision == "int8":
-        raise ConfigError("precision 'int8' needs the native engine; this one has fp32 and bf16")
+        raise ConfigError(
+            "precision 'int8' needs the native engine; this one has fp32, bf16 and fp16"
+        )
     if setting.precision != "auto":
         return setting.precision
     if setting.device.startswith("cpu"):
         return "bf16" if has_bf16_products() else "fp32"
-    return "bf16"
+    from mirror_sd.backends import torch_device
+
+    torch_device.check(setting.device, f"the device {setting.device!r}")
+    return torch_device.half_precision(setting.device)
 
 
 def _torch(files: ModelFiles, setting: Setting) -> Backend:
@@ -153,9 +163,32 @@ def _reference(files: ModelFiles, setting: Setting) -> Backend:
     return ReferenceBackend(program.load(files, plan, setting.max_context))
 
 
+def _xla(files: ModelFiles, setting: Setting) -> Backend:
+    if setting.precision not in ("auto", "fp32", "bf16"):
+        raise ConfigError(f"precision {setting.precision!r}: the xla engine has fp32 and bf16")
+    precision = "bf16" if setting.precision == "auto" else setting.precision
+    if setting.kv not in ("auto", "fp32", "bf16"):
+        raise ConfigError(f"a KV cache of {setting.kv} needs the native engine")
+    from mirror_sd.backends.xla import runtime
+
+    threads = setting.threads or len(os.sched_getaffinity(0))
+    device = runtime.open_device(setting.device, threads)
+    from mirror_sd.backends.xla.xla_backend import XlaBackend
+    from mirror_sd.uir import program
+    from mirror_sd.uir.precision_plan import PrecisionPlan
+
+    plan = PrecisionPlan.native(precision, setting.kv)
+    try:
+        lowered = program.load(files, plan, setting.max_context)
+    except UnsupportedModel as error:
+        return _unsupported(error, files, replace(setting, device="cpu", kv="auto"))
+    return XlaBackend(lowered, device, precision)
+
+
 _FACTORIES: dict[str, Callable[[ModelFiles, Setting], Backend]] = {
     "native": _native,
     "torch": _torch,
     "transformers": _transformers,
     "reference": _reference,
+    "xla": _xla,
 }

@@ -10,13 +10,21 @@ from mirror_sd.backends.torch_decoder import TorchDecoder
 from mirror_sd.backends.torch_plan import Geometry
 
 
-def empty_cache(decoder: TorchDecoder, slots: int, device: torch.device) -> Tensor:
+def empty_cache(
+    decoder: TorchDecoder, slots: int, device: torch.device, layers: int | None = None
+) -> Tensor:
     """[layers, slots, 2 * kv_heads, head_dim], zeros: a masked key must be finite.
 
-    On a CPU the pages are taken from the system only as they are written.
+    layers: by default the model's. On a CPU the pages are taken from the system only as they are
+    written.
     """
     spec = decoder.spec
-    shape = (spec.num_layers, slots, 2 * spec.num_kv_heads, spec.head_dim)
+    shape = (
+        min(layers or spec.num_layers, spec.num_layers),
+        slots,
+        2 * spec.num_kv_heads,
+        spec.head_dim,
+    )
     if device.type != "cpu":
         return torch.zeros(shape, dtype=decoder.kv_dtype, device=device)
     raw = np.zeros(int(np.prod(shape)) * decoder.kv_dtype.itemsize, np.uint8)

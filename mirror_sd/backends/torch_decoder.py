@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from mirror_sd.backends.torch_linear import Linear, pack
-from mirror_sd.backends.torch_plan import AttentionGroup, Plan
+from mirror_sd.backends.torch_plan import Plan
 from mirror_sd.uir.model_spec import ModelSpec
 from mirror_sd.uir.program import Program
 from mirror_sd.uir.rope import inverse_frequencies
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +50,7 @@ class TorchDecoder:
         head = "embedding" if self.spec.tied_embeddings else "head"
         self._head_dtype = DTYPES[program.plan.head]
         self._head = pack(weights.matrix(head, self._head_dtype))
+        self.weight_bytes = weights.bytes_read
         self._cosines, self._sines = _rotary_tables(self.spec, device)
 
     def embed(self, token_ids: Tensor) -> Tensor:
@@ -77,7 +78,7 @@ class TorchDecoder:
             h = self._norm(x, layer.attention_norm).to(self.dtype)
             x = x + self._attend(layer, h, plan, layer_cache, cosines, sines)
             h = self._norm(x, layer.mlp_norm).to(self.dtype)
-            x = x + layer.down(layer.up.times(h, layer.gate.silu(h)))
+            x = x + layer.down(self._finite(layer.up.times(h, layer.gate.silu(h))))
             if tapped is not None and number in tapped:
                 tapped[number] = x
         wanted = self._norm(x.index_select(0, plan.logit_rows), self._final_norm)
@@ -85,6 +86,13 @@ class TorchDecoder:
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return functional.rms_norm(x, (x.shape[-1],), weight, self.spec.rms_eps)
+
+    def _finite(self, x: Tensor) -> Tensor:
+        """fp16 ends at 65,504, which the products of some models' MLPs pass; bf16 does not."""
+        if self.dtype != torch.float16:
+            return x
+        limit = torch.finfo(torch.float16).max
+        return x.clamp(-limit, limit)
 
     def _attend(
         self, layer: _Layer, h: Tensor, plan: Plan, cache: Tensor, cosines: Tensor, sines: Tensor
@@ -100,24 +108,8 @@ class TorchDecoder:
         qkv[:, :rotated_heads] = qk * cosines + turned * sines
         cache.index_copy_(0, plan.slots, qkv[: plan.tokens, spec.num_heads :])
         queries = qkv[:, : spec.num_heads].reshape(-1, spec.head_dim)
-        outputs = [self._attend_group(group, queries, cache, layer.window) for group in plan.groups]
-        joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        mixed = joined.index_select(0, plan.output_rows).view(plan.padded, spec.query_size)
-        return layer.output(mixed)
-
-    def _attend_group(
-        self, group: AttentionGroup, queries: Tensor, cache: Tensor, window: int | None
-    ) -> Tensor:
-        """Outputs [S * kv_heads * rows, head_dim] of one group."""
-        kv_heads, dim = self.spec.num_kv_heads, self.spec.head_dim
-        unit = group.keys * group.spans // len(group.units)
-        q = queries.index_select(0, group.query_rows).view(-1, kv_heads, group.rows, dim)
-        kv = cache.view(-1, unit, 2 * kv_heads, dim).index_select(0, group.units)
-        kv = kv.view(group.spans, group.keys, 2 * kv_heads, dim).transpose(1, 2)
-        out = functional.scaled_dot_product_attention(
-            q, kv[:, :kv_heads], kv[:, kv_heads:], attn_mask=group.masks[window]
-        )
-        return out.reshape(-1, dim)
+        mixed = plan.attention.mix(queries, cache, layer.window)
+        return layer.output(mixed.view(plan.padded, spec.query_size))
 
 
 class _Reader:
@@ -127,6 +119,7 @@ class _Reader:
         self._weights = program.weights
         self._device = device
         self._dtype = dtype
+        self.bytes_read = 0
 
     def _read(self, name: str) -> Tensor:
         values = self._weights.load(name)
@@ -134,10 +127,15 @@ class _Reader:
         return torch.from_numpy(values if values.flags.writeable else values.copy())
 
     def vector(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
-        return self._read(name).to(self._device, dtype)
+        return self._moved(name, dtype)
 
     def matrix(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        return self._read(name).to(self._device, dtype or self._dtype)
+        return self._moved(name, dtype or self._dtype)
+
+    def _moved(self, name: str, dtype: torch.dtype) -> Tensor:
+        tensor = self._read(name).to(self._device, dtype)
+        self.bytes_read += tensor.nbytes
+        return tensor
 
     def linear(self, layer: int, *roles: str, biased: bool = False) -> Linear:
         """One packed matrix of the roles' outputs, one after another."""

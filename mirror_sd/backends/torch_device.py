@@ -1,10 +1,16 @@
-"""Whether torch can compute on a device."""
+"""Torch devices: whether they can be used, and how torch is set up for them.
+
+Names are torch's own: cpu, cuda (NVIDIA, and AMD's ROCm), xpu (Intel), hpu (Gaudi, with
+habana_frameworks installed); `cuda:1` is the second one.
+"""
 
 from __future__ import annotations
 
 import torch
 
 from mirror_sd.errors import ConfigError
+
+_GAUDI = "habana_frameworks.torch"
 
 
 def check(device: str, named: str) -> None:
@@ -13,4 +19,20 @@ def check(device: str, named: str) -> None:
         torch.empty(1, device=device).add_(1)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).partition("\n")[0]
-        raise ConfigError(f"{named} cannot be used: {reason}") from error
+        hint = f"; Gaudi needs the package {_GAUDI}" if device.startswith("hpu") else ""
+        raise ConfigError(f"{named} cannot be used: {reason}{hint}") from error
+
+
+def prepare(device: str) -> None:
+    """Sums of 16-bit products stay fp32 to the end: by default CUDA may add parts in 16 bits."""
+    if device.startswith("cuda"):
+        matmul = torch.backends.cuda.matmul
+        matmul.allow_fp16_reduced_precision_reduction = False
+        matmul.allow_bf16_reduced_precision_reduction = False
+
+
+def half_precision(device: str) -> str:
+    """The 16-bit format that a device multiplies fast: fp16 on GPUs before Ampere, else bf16."""
+    if device.startswith("cuda") and torch.cuda.get_device_capability(device)[0] < 8:
+        return "fp16"
+    return "bf16"

@@ -15,6 +15,9 @@ from torch import Tensor
 from torch.nn import functional
 
 MIN_ROWS = 4
+# Rows of every product on an accelerator: below it the time is that of reading the weights, on any
+# GPU since 2017, and one shape is one kernel, so that a row's sum does not depend on company.
+TILE_ROWS = 64
 # The row count the packed layout is tuned for; it does not limit the calls.
 PACK_ROWS = 16
 
@@ -56,7 +59,7 @@ class PackedLinear:
 
 
 class PlainLinear:
-    """torch's own product, for other devices and for builds of torch without oneDNN."""
+    """torch's own product, for what oneDNN does not pack."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self._weight = weight
@@ -72,10 +75,20 @@ class PlainLinear:
         return self(x) * factor
 
 
-def can_pack(device: torch.device) -> bool:
-    """Whether this build of torch has oneDNN's prepacked linears for the device."""
+class TiledLinear(PlainLinear):
+    """The same, `TILE_ROWS` rows at a time; x has a multiple of them."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        tiles = x.view(-1, TILE_ROWS, x.shape[1]).unbind(0)
+        products = [functional.linear(tile, self._weight, self._bias) for tile in tiles]
+        return products[0] if len(products) == 1 else torch.cat(products)
+
+
+def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether this build of torch has oneDNN's prepacked linears for the device and the numbers."""
     return (
         device.type == "cpu"
+        and dtype != torch.float16  # needs AVX512_FP16 or AMX, and is slower than bf16 there
         and bool(torch._C._has_mkldnn)
         and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
@@ -84,6 +97,8 @@ def can_pack(device: torch.device) -> bool:
 
 def pack(weight: Tensor, bias: Tensor | None = None) -> Linear:
     """The best available form of a matrix for the device that it lies on."""
-    if can_pack(weight.device):
+    if can_pack(weight.device, weight.dtype):
         return PackedLinear(weight, bias)
-    return PlainLinear(weight, bias)
+    if weight.device.type == "cpu":
+        return PlainLinear(weight, bias)
+    return TiledLinear(weight, bias)

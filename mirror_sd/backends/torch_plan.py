@@ -1,8 +1,7 @@
 """A ragged batch turned into index tensors, once per forward, shared by all layers.
 
-Attention runs on groups of spans padded to one shape. A span is a run of tokens of one sequence
-whose keys are padded to the same length. The `heads / kv_heads` query heads that share a KV head
-are folded into rows, [S, kv_heads, rows, head_dim], so a key is read once for all of them.
+Attention runs on groups of spans padded to one shape (`torch_attention`). A span is a run of tokens
+of one sequence whose keys are padded to the same length.
 
 torch's CPU attention gives a row the same bits among any rows if their number is a multiple of
 `ROW_PAD`, but not with any number of keys: 1 bf16 row in 1,000 changes with masked keys added
@@ -13,6 +12,7 @@ keys follows from the token's own position and from nothing else. `torch_selftes
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mirror_sd.backends.protocol import Int32, RaggedBatch
+from mirror_sd.backends.torch_attention import Attention, AttentionGroup, GroupedAttention, masks
 from mirror_sd.backends.torch_linear import MIN_ROWS
 
 Int64 = NDArray[np.int64]
@@ -52,37 +53,34 @@ class Geometry:
 
 
 @dataclass(frozen=True, slots=True)
-class _Span:
-    """Tokens begin..end-1 of the batch, all of one sequence."""
+class Span:
+    """Tokens begin..end-1 of the batch, all of one sequence, which are given so many keys."""
 
     sequence: int
     begin: int
     end: int
+    keys: int
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionGroup:
-    """S spans of one padded shape.
+class HostGroup:
+    """S spans of one padded shape, not yet on the device.
 
-    query_rows: [S * kv_heads * rows] into the [tokens * heads] query vectors.
-    units:      [S * keys / unit] into the cache seen as units of slots.
-    masks:      window -> [S, 1, rows, keys], 0 where a row may look and -inf elsewhere.
+    query_rows: [S, kv_heads, rows] into the [tokens * heads] query vectors; positions: [S, rows];
+    units: [S, keys / unit] into the cache seen as units of slots.
     """
 
-    spans: int
-    rows: int
-    keys: int
-    query_rows: Tensor
-    units: Tensor
-    masks: dict[int | None, Tensor]
+    query_rows: Int64
+    positions: Int64
+    units: Int64
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """tokens: T; padded: rows of every matrix product, >= MIN_ROWS.
+    """tokens: T whose keys and values are written; padded: rows of every matrix product.
 
-    token_ids, positions: [padded]; slots: [T] cache slot of each token; output_rows:
-    [padded * heads] into the groups' outputs laid end to end; logit_rows: [>= MIN_ROWS].
+    token_ids, positions: [padded]; slots: [T] cache slot of each token; logit_rows: at least
+    MIN_ROWS.
     """
 
     tokens: int
@@ -90,8 +88,7 @@ class Plan:
     token_ids: Tensor
     positions: Tensor
     slots: Tensor
-    groups: list[AttentionGroup]
-    output_rows: Tensor
+    attention: Attention
     logit_rows: Tensor
 
 
@@ -100,16 +97,16 @@ def make_plan(batch: RaggedBatch, geometry: Geometry) -> Plan:
     tokens = len(batch.token_ids)
     padded = padded_rows(tokens)
     device = geometry.device
-    groups, output_rows = _attention_groups(batch, geometry, padded)
     return Plan(
         tokens=tokens,
         padded=padded,
-        token_ids=_tensor(_padded(batch.token_ids, padded), device),
-        positions=_tensor(_padded(batch.positions, padded), device),
-        slots=_tensor(_slots(batch, geometry.block_size), device),
-        groups=groups,
-        output_rows=output_rows,
-        logit_rows=_tensor(_padded(batch.logit_rows, max(len(batch.logit_rows), MIN_ROWS)), device),
+        token_ids=_tensor(padded_ids(batch.token_ids, padded), device),
+        positions=_tensor(padded_ids(batch.positions, padded), device),
+        slots=_tensor(slots_of(batch, geometry.block_size), device),
+        attention=_attention(batch, geometry, padded),
+        logit_rows=_tensor(
+            padded_ids(batch.logit_rows, max(len(batch.logit_rows), MIN_ROWS)), device
+        ),
     )
 
 
@@ -118,10 +115,11 @@ def padded_rows(tokens: int) -> int:
     if tokens <= MIN_ROWS:
         return MIN_ROWS
     step = 8 if tokens <= 64 else 32
-    return -(-tokens // step) * step
+    return ceil(tokens, step)
 
 
-def _slots(batch: RaggedBatch, block_size: int) -> Int64:
+def slots_of(batch: RaggedBatch, block_size: int) -> Int64:
+    """[T] the cache slot of each token."""
     slots = np.empty(len(batch.token_ids), np.int64)
     for index, table in enumerate(batch.block_tables):
         begin, end = batch.sequence_offsets[index], batch.sequence_offsets[index + 1]
@@ -138,71 +136,84 @@ def padded_keys(position: int) -> int:
     """
     pads = position // KEY_PAD + 1
     step = 1 << max((pads - 1).bit_length() - 2, 0)
-    return _ceil(pads, step) * KEY_PAD
+    return ceil(pads, step) * KEY_PAD
 
 
 def padded_query_rows(tokens: int, geometry: Geometry) -> int:
     """Query rows of a span; few distinct numbers, so that groups are large."""
-    rows = _ceil(tokens * geometry.shared_heads, ROW_PAD)
-    return rows if rows <= 4 * ROW_PAD else _ceil(rows, 4 * ROW_PAD)
+    rows = ceil(tokens * geometry.shared_heads, ROW_PAD)
+    return rows if rows <= 4 * ROW_PAD else ceil(rows, 4 * ROW_PAD)
 
 
-def _ceil(value: int, multiple: int) -> int:
+def ceil(value: int, multiple: int) -> int:
+    """The least multiple that is not below the value."""
     return -(-value // multiple) * multiple
 
 
-def _spans(batch: RaggedBatch, geometry: Geometry) -> dict[tuple[int, int], list[_Span]]:
-    """All spans of the batch by (rows, keys)."""
-    shapes: dict[tuple[int, int], list[_Span]] = {}
-    offsets = batch.sequence_offsets.tolist()
-    for index, (begin, end) in enumerate(pairwise(offsets)):
+def spans_of(
+    batch: RaggedBatch, keys_of: Callable[[int], int], longest: int | None = None
+) -> list[Span]:
+    """The batch cut into spans, none across an edge of `keys_of(position)` or over the length."""
+    spans = []
+    for index, (begin, end) in enumerate(pairwise(batch.sequence_offsets.tolist())):
         first = int(batch.positions[begin])
         while begin < end:
-            keys = padded_keys(first)
-            stop = min(end, begin + keys - first)
-            shape = padded_query_rows(stop - begin, geometry), keys
-            shapes.setdefault(shape, []).append(_Span(index, begin, stop))
+            keys = keys_of(first)
+            stop = min(end, begin + keys - first, begin + (longest or end))
+            spans.append(Span(index, begin, stop, keys))
             first, begin = first + stop - begin, stop
-    return shapes
+    return spans
 
 
-def _attention_groups(
-    batch: RaggedBatch, geometry: Geometry, padded: int
-) -> tuple[list[AttentionGroup], Tensor]:
+def _attention(batch: RaggedBatch, geometry: Geometry, padded: int) -> GroupedAttention:
+    shapes: dict[tuple[int, int], list[Span]] = {}
+    for span in spans_of(batch, padded_keys):
+        rows = padded_query_rows(span.end - span.begin, geometry)
+        shapes.setdefault((rows, span.keys), []).append(span)
     output_rows = np.zeros((padded, geometry.num_heads), np.int64)
     groups, start = [], 0
-    for (rows, keys), spans in _spans(batch, geometry).items():
-        groups.append(_group(batch, geometry, spans, rows, keys))
-        _place_outputs(geometry, spans, rows, start, output_rows)
+    for (rows, keys), spans in shapes.items():
+        host = host_group(batch, geometry, spans, rows, keys)
+        groups.append(_on_device(host, geometry))
+        place_outputs(geometry, spans, rows, start, output_rows)
         start += len(spans) * geometry.num_kv_heads * rows
-    return groups, _tensor(output_rows.reshape(-1), geometry.device)
+    return GroupedAttention(
+        groups, _tensor(output_rows.reshape(-1), geometry.device), geometry.num_kv_heads
+    )
 
 
-def _group(
-    batch: RaggedBatch, geometry: Geometry, spans: list[_Span], rows: int, keys: int
-) -> AttentionGroup:
+def host_group(
+    batch: RaggedBatch, geometry: Geometry, spans: list[Span], rows: int, keys: int
+) -> HostGroup:
+    """The indexes of spans that have one shape."""
     unit, shared = geometry.unit, geometry.shared_heads
     heads = np.arange(geometry.num_heads).reshape(geometry.num_kv_heads, 1, shared)
     query_rows = np.empty((len(spans), geometry.num_kv_heads, rows), np.int64)
     # A padding row looks at key 0 alone; its output is never read.
-    row_positions = np.zeros((len(spans), rows), np.int64)
+    positions = np.zeros((len(spans), rows), np.int64)
     units = np.empty((len(spans), keys // unit), np.int64)
     for place, span in enumerate(spans):
         used = (span.end - span.begin) * shared
         tokens = np.arange(span.begin, span.end).reshape(1, -1, 1) * geometry.num_heads
         query_rows[place, :, :used] = (tokens + heads).reshape(geometry.num_kv_heads, used)
         query_rows[place, :, used:] = query_rows[place, :, :1]
-        row_positions[place, :used] = np.repeat(batch.positions[span.begin : span.end], shared)
+        positions[place, :used] = np.repeat(batch.positions[span.begin : span.end], shared)
         context = int(batch.positions[span.end - 1]) + 1
         units[place] = _units(batch.block_tables[span.sequence], geometry, context, keys)
-    positions = torch.from_numpy(row_positions).to(geometry.device)
+    return HostGroup(query_rows, positions, units)
+
+
+def _on_device(host: HostGroup, geometry: Geometry) -> AttentionGroup:
+    spans, rows = host.positions.shape
+    keys = host.units.shape[1] * geometry.unit
+    positions = _tensor(host.positions, geometry.device)
     return AttentionGroup(
-        spans=len(spans),
+        spans=spans,
         rows=rows,
         keys=keys,
-        query_rows=_tensor(query_rows.reshape(-1), geometry.device),
-        units=_tensor(units.reshape(-1), geometry.device),
-        masks={window: _mask(positions, keys, window, geometry) for window in geometry.windows},
+        query_rows=_tensor(host.query_rows.reshape(-1), geometry.device),
+        units=_tensor(host.units.reshape(-1), geometry.device),
+        masks=masks(positions, keys, geometry.windows, geometry.dtype),
     )
 
 
@@ -216,18 +227,11 @@ def _units(table: Int32, geometry: Geometry, context: int, keys: int) -> Int64:
     return units
 
 
-def _mask(positions: Tensor, keys: int, window: int | None, geometry: Geometry) -> Tensor:
-    columns = torch.arange(keys, device=geometry.device)
-    hidden = columns > positions[..., None]
-    if window is not None:
-        hidden |= columns <= positions[..., None] - window
-    mask = torch.zeros(hidden.shape, dtype=geometry.dtype, device=geometry.device)
-    return mask.masked_fill_(hidden, -math.inf)[:, None]
-
-
-def _place_outputs(
-    geometry: Geometry, spans: list[_Span], rows: int, start: int, output_rows: Int64
+def place_outputs(
+    geometry: Geometry, spans: list[Span], rows: int, start: int, output_rows: Int64
 ) -> None:
+    """Note in `output_rows` [padded, heads] where a group, whose outputs begin at `start`, puts
+    each token's."""
     shared = geometry.shared_heads
     head = np.arange(geometry.num_heads)
     for place, span in enumerate(spans):
@@ -236,7 +240,8 @@ def _place_outputs(
         output_rows[span.begin : span.end] = first + within
 
 
-def _padded(values: NDArray[np.int32], length: int) -> Int64:
+def padded_ids(values: Int32, length: int) -> Int64:
+    """The values, then zeros."""
     padded = np.zeros(length, np.int64)
     padded[: len(values)] = values
     return padded

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from mirror_sd.backends.protocol import Int32, RaggedBatch
+from mirror_sd.backends.protocol import Float32, Int32, RaggedBatch
 from mirror_sd.backends.torch_cache import empty_cache, geometry_of
 from mirror_sd.backends.torch_decoder import TorchDecoder
 from mirror_sd.backends.torch_plan import make_plan
+from mirror_sd.backends.torch_static import StaticForward
 
 LAYERS = 2
 BLOCK_SIZE = 16
@@ -22,57 +22,68 @@ LENGTHS = (21, 1, 70, 7, 150, 12)
 CHUNKINGS = (9, 64)
 
 
-def is_bit_stable(decoder: TorchDecoder, device: torch.device) -> bool:
+def is_bit_stable(decoder: TorchDecoder, device: torch.device, *, is_static: bool) -> bool:
     """Compare each sequence alone, in one piece, with all together and in several chunkings."""
     random = np.random.default_rng(7)
     lengths = [min(length, decoder.spec.max_context) for length in LENGTHS]
     prompts = [
         random.integers(0, decoder.spec.vocab_size, length).astype(np.int32) for length in lengths
     ]
-    run = _Run(decoder, device)
+    run = _Run(decoder, device, is_static)
     alone = [run.results([prompt], random, chunk=len(prompt))[0] for prompt in prompts]
     for chunk in (max(lengths), *CHUNKINGS):
         together = run.results(prompts, random, chunk)
         for one, other in zip(alone, together, strict=True):
-            if not all(torch.equal(a, b) for a, b in zip(one, other, strict=True)):
+            if not all(np.array_equal(a, b) for a, b in zip(one, other, strict=True)):
                 return False
     return True
 
 
 class _Run:
-    def __init__(self, decoder: TorchDecoder, device: torch.device) -> None:
+    def __init__(self, decoder: TorchDecoder, device: torch.device, is_static: bool) -> None:
         self._decoder = decoder
         self._geometry = geometry_of(decoder, BLOCK_SIZE, device)
-        self._cache = empty_cache(decoder, BLOCKS * BLOCK_SIZE, device)[:LAYERS]
+        slots = (BLOCKS + is_static) * BLOCK_SIZE
+        self._cache = empty_cache(decoder, slots, device, LAYERS)
+        self._static = (
+            StaticForward(decoder, self._geometry, self._cache, LAYERS) if is_static else None
+        )
 
     def results(
         self, prompts: list[Int32], random: np.random.Generator, chunk: int
-    ) -> list[tuple[Tensor, Tensor]]:
+    ) -> list[tuple[Float32, Float32]]:
         """Each prompt's last logits and cached vectors, fed `chunk` tokens at a time."""
         blocks = iter(random.permutation(BLOCKS).astype(np.int32))
         tables = [
             np.array([next(blocks) for _ in range(len(prompt) // BLOCK_SIZE + 1)], np.int32)
             for prompt in prompts
         ]
-        last: dict[int, Tensor] = {}
+        last: dict[int, Float32] = {}
         for start in range(0, max(len(prompt) for prompt in prompts), chunk):
             active = [i for i, prompt in enumerate(prompts) if start < len(prompt)]
             pieces = [prompts[i][start : start + chunk] for i in active]
             batch = _batch(pieces, start, [tables[i] for i in active])
-            with torch.inference_mode():
-                plan = make_plan(batch, self._geometry)
-                logits = self._decoder.forward(plan, self._cache, LAYERS)
+            logits = self._forward(batch)
             for place, i in enumerate(active):
-                last[i] = logits[place]
+                last[i] = logits[place].copy()
         return [
             (last[i], self._cached(table, len(prompt)))
             for i, (table, prompt) in enumerate(zip(tables, prompts, strict=True))
         ]
 
-    def _cached(self, table: Int32, length: int) -> Tensor:
+    def _forward(self, batch: RaggedBatch) -> Float32:
+        if self._static is not None:
+            return self._static(batch)[0]
+        with torch.inference_mode():
+            plan = make_plan(batch, self._geometry)
+            logits: Float32 = self._decoder.forward(plan, self._cache, LAYERS).numpy()
+            return logits
+
+    def _cached(self, table: Int32, length: int) -> Float32:
         slots = (table[:, None].astype(np.int64) * BLOCK_SIZE + np.arange(BLOCK_SIZE)).reshape(-1)
         where = torch.from_numpy(slots[:length]).to(self._cache.device)
-        return self._cache[-1].index_select(0, where)
+        values: Float32 = self._cache[-1].index_select(0, where).float().cpu().numpy()
+        return values
 
 
 def _batch(pieces: list[Int32], start: int, tables: list[Int32]) -> RaggedBatch:

@@ -7,7 +7,7 @@ from typing import Literal
 
 from mirror_sd.errors import ModelError
 
-Dtype = Literal["fp32", "bf16", "int8"]
+Dtype = Literal["fp32", "bf16", "fp16", "int8"]
 KV_FORMATS: dict[str, Dtype] = {"fp32": "fp32", "bf16": "bf16", "int8": "int8"}
 
 
@@ -34,13 +34,15 @@ class PrecisionPlan:
 
     @classmethod
     def of(cls, precision: str) -> PrecisionPlan:
-        """The plan of a configured precision for the torch engine, `fp32` or `bf16`."""
+        """The plan of a configured precision for the torch engine: `fp32`, `bf16` or `fp16`."""
+        # The head in fp32, because logits that torch rounds to 16 bits tie.
         if precision == "fp32":
             return cls("fp32", "fp32", "fp32", "fp32")
         if precision == "bf16":
-            # The head in fp32, because logits that torch rounds to bf16 tie.
             return cls("bf16", "bf16", "bf16", "fp32")
-        raise ModelError(f"precision {precision!r} is not one of fp32, bf16")
+        if precision == "fp16":
+            return cls("fp16", "fp16", "fp16", "fp32")
+        raise ModelError(f"precision {precision!r} is not one of fp32, bf16, fp16")
 
     @classmethod
     def native(cls, precision: str, kv: str = "auto") -> PrecisionPlan:

@@ -10,7 +10,10 @@ import pytest
 
 from mirror_sd.backends import registry
 from mirror_sd.backends.protocol import Backend, RaggedBatch
+from mirror_sd.backends.torch_backend import TorchBackend
 from mirror_sd.model_store import ModelFiles
+from mirror_sd.uir import program
+from mirror_sd.uir.precision_plan import PrecisionPlan
 
 BLOCKS = 400
 
@@ -115,3 +118,13 @@ def test_decoding_one_by_one_gives_the_bits_of_a_prefill(tiny_model: Callable[..
         backend.allocate_kv(BLOCKS, 16)
         ids = np.random.default_rng(2).integers(0, 160, 530)
         assert np.array_equal(alone(backend, ids, 1, 16), alone(backend, ids, len(ids), 16))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_rows_of_static_plans_do_not_depend_on_their_batch(
+    tiny_model: Callable[..., Any], precision: str
+) -> None:
+    tiny = tiny_model("MistralConfig", sliding_window=70, max_position_embeddings=2048)
+    lowered = program.load(tiny.files, PrecisionPlan.of(precision))
+    backend = TorchBackend(lowered, "cpu", precision, is_static=True)
+    check(backend, 160, [600, 1, 90, 5, 300], 16, seed=3)
