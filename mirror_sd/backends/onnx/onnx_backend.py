@@ -10,10 +10,12 @@ from numpy.typing import NDArray
 
 from mirror_sd.backends import batch_check, stability, tapped
 from mirror_sd.backends.onnx import decoder_graph, tiles
+from mirror_sd.backends.onnx.onnx_draft import OnnxDraftHead
 from mirror_sd.backends.onnx.products import Precision, Products
 from mirror_sd.backends.onnx.providers import Provider
 from mirror_sd.backends.onnx.session import GraphSession
 from mirror_sd.backends.protocol import Capabilities, Float32, RaggedBatch
+from mirror_sd.uir.draft_file import DraftProgram
 from mirror_sd.uir.program import Program
 
 log = logging.getLogger(__name__)
@@ -28,7 +30,8 @@ class OnnxBackend:
     def __init__(
         self, program: Program, provider: Provider, precision: Precision, threads: int
     ) -> None:
-        self._spec = program.spec
+        self._spec, self._weights = program.spec, program.weights
+        self._provider, self._precision, self._threads = provider, precision, threads
         self._windows = decoder_graph.windows_of(program.spec)
         # A product with a single row may be summed in another order than one with more.
         self._least_queries = 1 if program.spec.num_heads > program.spec.num_kv_heads else 2
@@ -67,6 +70,17 @@ class OnnxBackend:
     @property
     def capabilities(self) -> Capabilities:
         return self._capabilities
+
+    def draft_head(self, program: DraftProgram) -> OnnxDraftHead:
+        """A head on this model, where and as this model is computed."""
+        return OnnxDraftHead(
+            program,
+            self._capabilities,
+            self._weights.load("embedding"),
+            provider=self._provider,
+            precision=self._precision,
+            threads=self._threads,
+        )
 
     def kv_bytes_per_block(self, block_size: int) -> int:
         return 2 * 4 * self._spec.kv_size * self._spec.num_layers * block_size
