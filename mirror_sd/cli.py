@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mirror_sd import __version__, admin_cli, key_cli, logs
+from mirror_sd import __version__, admin_cli, key_cli, logs, plan_cli
 from mirror_sd.errors import MirrorError, SetupError
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ model_app = typer.Typer(no_args_is_help=True, help="Fetch and list models.")
 app.add_typer(model_app, name="model")
 app.add_typer(key_cli.app, name="key")
 admin_cli.register(app)
+plan_cli.register(app)
 
 Port = Annotated[
     int,

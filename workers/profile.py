@@ -66,7 +66,10 @@ def expected(device_class: str, engine: str, slots: int, changes: EmulationConfi
         values = _values(path)
         curve = tuple((int(rows), float(ms) / 1e3) for rows, ms in values["curve_ms"].items())
         return DeviceProfile(device_class, curve, float(values["prefill_tok_s"]), slots)
-    pace = load(device_class, changes).pace()
+    device = load(device_class, changes)
+    if engine == "emulated":
+        slots = min(slots, device.max_batch)
+    pace = device.pace()
     # A device whose steps take no time still has to be planned with.
     curve, prefill_tok_s = (((1, 1e-6),), 1e9) if pace is None else (pace.curve, pace.prefill_tok_s)
     return DeviceProfile(device_class, curve, prefill_tok_s, slots)
