@@ -11,7 +11,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from mirror_sd.backends.protocol import Backend, Capabilities, DraftHead
 from mirror_sd.config import Config, EngineConfig, SpeculationConfig
@@ -21,14 +21,16 @@ from mirror_sd.engine_stats import EngineStats
 from mirror_sd.errors import ContextLengthExceeded, InvalidRequest
 from mirror_sd.memory.block_pool import BlockPool
 from mirror_sd.memory.prefix_cache import PrefixCache
-from mirror_sd.messages import Chunk, DeviceHealth, Finished, SequenceUsage, Submit
+from mirror_sd.messages import Chunk, DeviceHealth, Finished, SamplingParams, SequenceUsage, Submit
 from mirror_sd.speculative import drafters
 from mirror_sd.speculative.calibration import calibrate
 from mirror_sd.speculative.decode_loop import DecodeLoop, Output
 from mirror_sd.speculative.draft_planner import DraftPlanner
 from mirror_sd.speculative.head_source import HeadDrafting
 from mirror_sd.speculative.length_controller import WindowController
+from mirror_sd.speculative.remote_drafting import RemoteDrafting
 from mirror_sd.speculative.sampler import open_chooser
+from mirror_sd.speculative.sampling import TokenChooser
 from mirror_sd.speculative.sequence import Sequence
 from mirror_sd.speculative.sequence_drafts import SequenceDrafts
 
@@ -51,15 +53,19 @@ class Engine:
         device_class: str,
         slots: int,
         head: DraftHead | None = None,
+        remote: RemoteDrafting | None = None,
+        choosers: Callable[[SamplingParams, Iterable[int]], TokenChooser] = open_chooser,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`head`: a draft head made for this back end's model."""
+        """`choosers`: how tokens are chosen, given the parameters and what was generated before.
+        `head`: a draft head made for this back end's model. `remote`: drafters elsewhere."""
         self._backend = backend
         self.capabilities: Capabilities = backend.capabilities
         self.model_name = model_name
         self.device_class = device_class
         self.slots = slots
         self._clock = clock
+        self._choosers = choosers
         self._speculation = speculation
         self._prefill_chunk = engine.prefill_chunk
         self._segment_above = engine.segment_above
@@ -73,14 +79,18 @@ class Engine:
         self._pool = BlockPool(blocks)
         self._cache = PrefixCache(self._pool, size, engine.prefix_reuse)
         self._drafters = (
-            drafters.create(speculation, has_head=head is not None) if speculation.enabled else None
+            drafters.create(speculation, has_head=head is not None, has_remote=remote is not None)
+            if speculation.enabled
+            else None
         )
+        self._remote = remote
         self._planner = DraftPlanner(
             speculation,
             self._pool,
             block_size=size,
             clock=clock,
             head=None if head is None else HeadDrafting(head, backend, blocks, size),
+            remote=remote,
         )
         self._loop = DecodeLoop(
             backend,
@@ -122,7 +132,14 @@ class Engine:
     @property
     def draft_sources(self) -> tuple[str, ...]:
         """What a request can ask to be drafted from."""
-        return (*(self._drafters or ()), *(("head",) if self.has_draft_head else ()))
+        found = [*(self._drafters or ())]
+        found += ["head"] if self.has_draft_head else []
+        return (*found, *(("remote",) if self._remote is not None else ()))
+
+    def idle(self) -> None:
+        """To be called now and then while there is no work: drafters may come and go."""
+        if self._remote is not None:
+            self._remote.tend()
 
     def stats(self) -> EngineStats:
         return EngineStats(
@@ -164,7 +181,7 @@ class Engine:
             Sequence(
                 submit=submit,
                 chain=self._cache.chain(submit.tenant),
-                chooser=open_chooser(params, submit.delivered),
+                chooser=self._choosers(params, submit.delivered),
                 drafts=self._drafts_of(submit, tokens),
                 max_context=self.max_context,
                 tokens=tokens,
@@ -179,8 +196,7 @@ class Engine:
             return None
         rule, wanted = self._speculation, params.draft_source
         # A source that is not there leaves the choice to us.
-        is_known = wanted in self._drafters or (wanted == "head" and self.has_draft_head)
-        only = wanted if is_known else "auto"
+        only = wanted if wanted in self.draft_sources else "auto"
         # Under load the rows of drafts that are rejected cost others their time.
         share = 2 if submit.degrade_level >= _SHORTER_DRAFTS_LEVEL else 1
         longest = rule.max_tokens // share
@@ -194,6 +210,7 @@ class Engine:
             window=None if rule.length == "bandit" else self._window(share),
             uses_head=only in ("auto", "head"),
             takes_hints=only == "auto",
+            takes_remote=only in ("auto", "remote"),
             is_sampled=params.temperature > 0,
         )
 
@@ -293,6 +310,8 @@ class Engine:
         if report.drafts.by_source:
             self._verify_s += report.forward_s
         self._metrics.record(self._loop, seconds)
+        if self._remote is not None:
+            self._metrics.record_remote(self._remote.take_counts())
         head = self._planner.head
         if head is not None and not head.is_on:
             self._planner.head = None
@@ -316,6 +335,8 @@ class Engine:
             self._loop.running.append(sequence)
             if opens_head and self._planner.head is not None:
                 self._planner.head.open(sequence)
+            if self._remote is not None and sequence.drafts is not None:
+                sequence.drafts.draft_remotely(self._remote, sequence.submit.params)
             if sequence.completion_tokens == len(sequence.submit.delivered):
                 sequence.cached_tokens = min(sequence.computed, len(sequence.submit.prompt))
             self._metrics.prefix_hits.inc(sequence.computed)
@@ -330,14 +351,21 @@ class Engine:
         self._pool.check_integrity(s.table for s in self._loop.running)
 
 
-def build(config: Config, device_class: str, threads: int | None = None) -> Engine:
+Connect = Callable[[Capabilities], RemoteDrafting | None]
+
+
+def build(
+    config: Config, device_class: str, threads: int | None = None, connect: Connect | None = None
+) -> Engine:
     """The engine on `create_backend`, which says what is raised."""
-    return build_on(create_backend(config, device_class, threads), config, device_class)
+    return build_on(create_backend(config, device_class, threads), config, device_class, connect)
 
 
-def build_on(backend: Backend, config: Config, device_class: str) -> Engine:
+def build_on(
+    backend: Backend, config: Config, device_class: str, connect: Connect | None = None
+) -> Engine:
     """The engine that the configuration describes for a class, on a back end loaded before, with
-    its draft head.
+    its draft head, and with the drafters that `connect` knows for it.
 
     Raises `DraftMismatch` where the settings name a draft that was made for another model.
     """
@@ -358,6 +386,7 @@ def build_on(backend: Backend, config: Config, device_class: str) -> Engine:
             device_class,
             lambda program: draft_registry.create(backend, program, threads=None),
         ),
+        remote=connect(backend.capabilities) if connect is not None else None,
     )
     engine.warm_up()
     return engine

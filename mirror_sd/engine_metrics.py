@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from mirror_sd import telemetry
 from mirror_sd.speculative.decode_loop import DecodeLoop
-from mirror_sd.speculative.draft_planner import DraftReport
+from mirror_sd.speculative.draft_report import DraftReport
+from mirror_sd.speculative.remote_drafting import RemoteCounts
 
 
 class EngineMetrics:
@@ -56,3 +57,17 @@ class EngineMetrics:
         """The draft head was switched off."""
         telemetry.DRAFT_HEAD.labels(self._class).set(0)
         telemetry.DRAFT_HEAD_FAILURES.labels(self._class).inc()
+
+    def record_remote(self, counts: RemoteCounts) -> None:
+        """What drafters on other devices cost and brought since the last time."""
+        label = self._class
+        for metric, value in (
+            (telemetry.REMOTE_WAIT_SECONDS, counts.waited_s),
+            (telemetry.REMOTE_LATE, counts.late),
+            (telemetry.REMOTE_STALE, counts.stale),
+            (telemetry.REMOTE_LOST, counts.lost),
+        ):
+            if value:
+                metric.labels(label).inc(value)
+        if counts.drafters is not None:
+            telemetry.REMOTE_DRAFTERS.labels(label).set(counts.drafters)

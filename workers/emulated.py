@@ -176,6 +176,9 @@ class EmulatedEngine:
         used = sum(-(-s.length // self._block_size) for s in sequences)
         return self._device.health(memory_pressure=min(used / self._blocks, 1.0))
 
+    def idle(self) -> None:
+        """Nothing is to be looked after."""
+
     def check_integrity(self) -> None:
         """There is nothing that could leak."""
 

@@ -24,6 +24,7 @@ def _emulated(config: Config, run: RunDir, device_class: str, threads: int | Non
 
 
 def _real(config: Config, run: RunDir, device_class: str, threads: int | None) -> Engine:
+    from mirror_sd.drafting.connection import connector
     from mirror_sd.engine import build
 
-    return build(config, device_class, threads)
+    return build(config, device_class, threads, connector(config, run, device_class))

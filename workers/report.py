@@ -34,6 +34,9 @@ class Engine(Protocol):
         ...
 
     def check_integrity(self) -> None: ...
+    def idle(self) -> None:
+        """Called now and then while there is no work."""
+        ...
 
 
 class Gauges:

@@ -128,6 +128,7 @@ class Worker:
                 arrived.append(inbox.get(timeout=_IDLE_S))
             except queue.Empty:
                 self._check_idle_engine()
+                self._engine.idle()
                 return arrived
         try:
             while True:

@@ -8,6 +8,7 @@ each count fading; one seen rarely leans on the count over all levels, that on t
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 
 from mirror_sd.speculative.drafters import STRENGTHS
 
@@ -28,6 +29,7 @@ _FIRST_GUESSES = {
     "lookup": (0.22, 0.54, 0.68, 0.79, 0.89, 0.94, 0.97, 0.99),
     "history": (0.25, 0.40, 0.49, 0.62, 0.73, 0.85, 0.94, 0.98),
     "hint": (0.55, 0.74, 0.88, 0.89, 0.94, 0.96, 0.98, 0.99),
+    "remote": (0.50, 0.65, 0.75, 0.85, 0.92, 0.96, 0.98, 0.99),
 }
 
 Context = tuple[str, int, int]
@@ -120,3 +122,14 @@ class AcceptanceModel:
                 known.append(product)
             self._survival[context] = known
         return known
+
+    def along(self, contexts: Sequence[Context]) -> list[float]:
+        """As `survival`, where each token has a context of its own; one stands for all. Not to be
+        changed."""
+        if len(contexts) == 1:
+            return self.survival(contexts[0])
+        product, found = 1.0, []
+        for depth, context in enumerate(contexts):
+            product *= self.chance(context, depth, first_guess(context[0], context[1]))
+            found.append(product)
+        return found

@@ -39,6 +39,17 @@ class Slice:
         return self.count == 1 and self.reaches_end
 
     @property
+    def draft_limit(self) -> int:
+        """Most tokens that may be drafted for it."""
+        drafts = self.sequence.drafts
+        return 0 if drafts is None else min(drafts.limit, self.sequence.room - 1)
+
+    @property
+    def has_head(self) -> bool:
+        drafts = self.sequence.drafts
+        return self.sequence.head is not None and drafts is not None and drafts.uses_head
+
+    @property
     def rows(self) -> int:
         """Of logits, for the tokens at the end."""
         if self.scores_all:

@@ -18,7 +18,8 @@ from mirror_sd.memory.block_pool import BlockPool, OutOfBlocks
 from mirror_sd.memory.prefix_cache import PrefixCache
 from mirror_sd.messages import Chunk, Failed, Finished
 from mirror_sd.speculative.batch_plan import Slice, ragged
-from mirror_sd.speculative.draft_planner import DraftPlanner, DraftReport
+from mirror_sd.speculative.draft_planner import DraftPlanner
+from mirror_sd.speculative.draft_report import DraftReport
 from mirror_sd.speculative.sampler import token_logprob
 from mirror_sd.speculative.segment_pace import Segment, SegmentPace
 from mirror_sd.speculative.sequence import Sequence

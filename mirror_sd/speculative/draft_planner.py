@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from collections.abc import Sequence as Ordered
-from dataclasses import dataclass, field
 
 from mirror_sd.config import SpeculationConfig
 from mirror_sd.memory.block_pool import BlockPool
@@ -19,10 +18,13 @@ from mirror_sd.speculative.asking import Asking
 from mirror_sd.speculative.batch_plan import Slice
 from mirror_sd.speculative.chooser import Offer, Prices, Purse, Rates, allot, best, cautious
 from mirror_sd.speculative.cost_model import MOST_ROWS, VerifyCost
+from mirror_sd.speculative.draft_report import DraftReport, Market
 from mirror_sd.speculative.drafters import STRENGTHS
 from mirror_sd.speculative.head_plan import HeadPlan
 from mirror_sd.speculative.head_source import HeadDrafting, HeadRequest
 from mirror_sd.speculative.length_bandit import LengthBandit
+from mirror_sd.speculative.remote_drafting import RemoteDrafting
+from mirror_sd.speculative.remote_plan import RemotePlan
 from mirror_sd.speculative.sequence import Sequence
 from mirror_sd.speculative.trial import Trial
 
@@ -32,27 +34,6 @@ _TRYING_SHARE, _TRYING_MOST_S = 0.004, 0.2
 _READ_AGAIN = 256  # tokens of a cached prefix that are computed again for a head to read
 _TAKE_IN_FROM = 32  # tokens that a head takes in where it does not draft
 _USUAL = 17  # most tokens that a head takes in after drafting
-
-
-@dataclass(slots=True)
-class DraftReport:
-    """What a step drafted. `by_source`: drafted and accepted tokens."""
-
-    seconds: float = 0.0
-    repetitions: int = 0
-    accepted_lengths: list[int] = field(default_factory=list)
-    by_source: dict[str, list[int]] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class _Market:
-    """Of one step: `sequences` decode, in a forward of `base` rows without drafts; what a second
-    and a row are worth, in tokens."""
-
-    sequences: int
-    base: int
-    rate: float
-    price: float
 
 
 class DraftPlanner:
@@ -66,6 +47,7 @@ class DraftPlanner:
         block_size: int,
         clock: Callable[[], float],
         head: HeadDrafting | None = None,
+        remote: RemoteDrafting | None = None,
     ) -> None:
         self._config = config
         self._pool = pool
@@ -80,7 +62,8 @@ class DraftPlanner:
         self._bandit = LengthBandit(config.max_tokens) if config.length == "bandit" else None
         self._heads = HeadPlan(self._model)
         self.head = head
-        self._market = _Market(0, 0, 0.0, 0.0)
+        self._remote = RemotePlan(remote, self._model)
+        self._market = Market(0, 0, 0.0, 0.0)
         self._asked, self._ask_s = 0, 0.0
         self.report = DraftReport()
 
@@ -119,24 +102,25 @@ class DraftPlanner:
         """Give the slices that decode their drafts."""
         self.report = DraftReport()
         self._asked = 0
+        self._remote.flush()
         begin = self._clock()
         ready = [piece for piece in pieces if piece.is_decoding]
         self._market = self._open_market(len(ready), sum(piece.count for piece in pieces))
-        able = [piece for piece in ready if _limit(piece) > 0]
+        able = [piece for piece in ready if piece.draft_limit > 0]
         if able or any(piece.sequence.head is not None for piece in pieces):
             offers = self._ask(able)
             self._call_head(pieces, able, offers)
             self._allot(offers)
             self.report.seconds = self._clock() - begin
 
-    def _open_market(self, sequences: int, base: int) -> _Market:
+    def _open_market(self, sequences: int, base: int) -> Market:
         if not sequences:
-            return _Market(0, base, 0.0, 0.0)
+            return Market(0, base, 0.0, 0.0)
         rate = self._rates.rate(sequences, self.cost.seconds(sequences))
         table = self.cost.table()
         low = min(base, MOST_ROWS - sequences)
         price = rate * (table[low + sequences] - table[low]) / sequences
-        return _Market(sequences, base, rate, self._prices.price(sequences, price))
+        return Market(sequences, base, rate, self._prices.price(sequences, price))
 
     def _ask(self, able: Ordered[Slice]) -> list[tuple[Slice, Offer]]:
         """The best proposal for each sequence that has one."""
@@ -146,6 +130,7 @@ class DraftPlanner:
             step_s = self.cost.seconds(market.base)
             part = self._asking.who(market.sequences, market.rate, step_s)
         asked = [p for p in able if part and p.sequence.arrival % part == 0]
+        self._remote.gather(asked, market, self.cost.seconds(market.base))
         begin = self._clock()
         for piece in asked:
             try:
@@ -166,7 +151,7 @@ class DraftPlanner:
         return found
 
     def _offers(self, piece: Slice) -> list[Offer]:
-        drafts, limit = piece.sequence.drafts, _limit(piece)
+        drafts, limit = piece.sequence.drafts, piece.draft_limit
         assert drafts is not None
         offers = []
         watched = {trial.source for trial in drafts.trials}
@@ -174,13 +159,13 @@ class DraftPlanner:
             tokens = source.propose(limit)
             if not tokens:
                 continue
-            strength, level = source.strength(), drafts.record(source.name).level
-            context = (source.name, strength, level)
-            key = LengthBandit.key(self._market.sequences, source.name, strength)
-            trial = Trial(source.name, tokens, [context], key, self._market.price)
+            strengths, level = source.strengths(), drafts.record(source.name).level
+            contexts = [(source.name, strength, level) for strength in strengths]
+            key = LengthBandit.key(self._market.sequences, source.name, strengths[0])
+            trial = Trial(source.name, tokens, contexts, key, self._market.price)
             if source.name not in watched:
                 drafts.watch(trial)
-            offer = self._offer(trial, self._model.survival(context))
+            offer = self._offer(trial, self._model.along(contexts))
             if offer.survival:
                 offers.append(offer)
         return offers
@@ -231,7 +216,7 @@ class DraftPlanner:
         self, able: Ordered[Slice], offers: dict[int, Offer]
     ) -> list[tuple[Slice, HeadRequest]]:
         market = self._market
-        candidates = [piece for piece in able if _has_head(piece.sequence)]
+        candidates = [piece for piece in able if piece.has_head]
         if not candidates:
             return []
         is_fixed = self._config.min_tokens > 0
@@ -240,7 +225,7 @@ class DraftPlanner:
         floor = 0.0 if is_fixed else self._heads.floor(count, market.rate, market.price)
         drafting = []
         for piece in asked:
-            steps = _limit(piece)
+            steps = piece.draft_limit
             if not is_fixed:
                 # Some more than pays on the average: the floor stops where it does not.
                 _, pays = self._prospect(piece, count)
@@ -253,7 +238,7 @@ class DraftPlanner:
     def _prospect(self, piece: Slice, count: int) -> tuple[float, int]:
         assert piece.sequence.drafts is not None
         market, level = self._market, piece.sequence.drafts.record("head").level
-        return self._heads.prospect(level, _limit(piece), count, market.rate, market.price)
+        return self._heads.prospect(level, piece.draft_limit, count, market.rate, market.price)
 
     def _worth_a_pass(self, candidates: Ordered[Slice], offers: dict[int, Offer]) -> Ordered[Slice]:
         """The sequences for which the head promises more than the other sources. They share its
@@ -343,6 +328,7 @@ class DraftPlanner:
         drafts = piece.sequence.drafts
         if drafts is None:
             return
+        self._remote.learn(piece, tokens, accepted)
         going_on = []
         for trial in drafts.trials:
             trial.observe(tokens, self._model, drafts.record(trial.source))
@@ -379,6 +365,7 @@ class DraftPlanner:
 
     def finish(self, tokens: int, rows: int, seconds: float) -> None:
         """The forward and what followed it took so long, and brought so many tokens."""
+        self._remote.flush()
         market = self._market
         if self._asked:
             self._learn_asking(rows)
@@ -387,13 +374,3 @@ class DraftPlanner:
         self._purse.save(whole)
         if market.sequences and market.base == market.sequences:
             self._rates.observe(market.sequences, tokens, whole)
-
-
-def _has_head(sequence: Sequence) -> bool:
-    return sequence.head is not None and sequence.drafts is not None and sequence.drafts.uses_head
-
-
-def _limit(piece: Slice) -> int:
-    """Most tokens that may be drafted for a slice."""
-    drafts = piece.sequence.drafts
-    return 0 if drafts is None else min(drafts.limit, piece.sequence.room - 1)

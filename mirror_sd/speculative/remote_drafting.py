@@ -52,13 +52,14 @@ class Await:
 
 @dataclass(slots=True)
 class RemoteCounts:
-    """For metrics. `ready`, `late`: waits that brought something, or nothing."""
+    """For metrics. `late`: waits that brought nothing. `drafters`: that can be had now, None where
+    that has not changed."""
 
     waited_s: float = 0.0
-    ready: int = 0
     late: int = 0
     stale: int = 0
     lost: int = 0
+    drafters: int | None = None
 
 
 class RemoteDrafting:
@@ -85,6 +86,7 @@ class RemoteDrafting:
         self._on_proposal = on_proposal
         self._sources: dict[int, RemoteSource] = {}
         self._next = 1
+        self._drafters = -1
         self.counts = RemoteCounts()
 
     def open(self, tokens: list[int], params: SamplingParams, tenant: str) -> RemoteSource:
@@ -100,13 +102,13 @@ class RemoteDrafting:
         self._begin(source)
         return source
 
-    def _begin(self, source: RemoteSource) -> None:
+    def _begin(self, source: RemoteSource, fresh: Ordered[int] = ()) -> None:
         params = source.params
         session, self._next = self._next, self._next + 1
         source.retry_at = self._clock() + _RETRY_S
         request = Open(
             session=session,
-            tokens=tuple(source.tokens),
+            tokens=(*source.tokens, *fresh),
             params=DraftParams(
                 seed=params.seed % 2**64,
                 temperature=params.temperature,
@@ -124,14 +126,13 @@ class RemoteDrafting:
             source.begin(session)
             self._sources[session] = source
 
-    def commit(self, source: RemoteSource, count: int) -> None:
-        """The last `count` tokens of the sequence are new."""
+    def commit(self, source: RemoteSource, tokens: Ordered[int]) -> None:
+        """The target's next tokens, which are not in the sequence's list yet."""
         if source.is_open:
-            base = len(source.tokens) - count
-            tokens = tuple(source.tokens[base:])
-            self._link.commit(Commit(source.session, base, tokens, source.length))
+            base = len(source.tokens)
+            self._link.commit(Commit(source.session, base, tuple(tokens), source.length))
         elif self._clock() >= source.retry_at:
-            self._begin(source)
+            self._begin(source, tokens)
 
     def close(self, source: RemoteSource) -> None:
         """The sequence has ended."""
@@ -144,6 +145,18 @@ class RemoteDrafting:
         """Tell the drafters what has gathered."""
         self._link.flush()
 
+    def tend(self) -> None:
+        """Look after the connections while nothing is drafted."""
+        self._link.flush()
+        self._receive(0.0)
+
+    def take_counts(self) -> RemoteCounts:
+        """Since the last time."""
+        counts, self.counts = self.counts, RemoteCounts()
+        if self._link.ready != self._drafters:
+            counts.drafters = self._drafters = self._link.ready
+        return counts
+
     def gather(self, wanted: Ordered[Await], rate: float, step_s: float) -> None:
         """Take in what has come; wait for more as long as that is worth it. A second is worth
         `rate` tokens, a step of this engine is expected to take `step_s`."""
@@ -152,7 +165,7 @@ class RemoteDrafting:
         self._receive(0.0)
         before = sum(item.source.ready for item in wanted)
         short = self._short(wanted)
-        is_late = False
+        has_waited = is_late = False
         while short:
             waited = self._clock() - begin
             limit = self._limit_s(short, rate, step_s)
@@ -161,10 +174,11 @@ class RemoteDrafting:
             if waited >= limit:
                 is_late = True
                 break
+            has_waited = True
             self._receive(limit - waited)
             short = self._short(wanted)
-        if (waited := self._clock() - begin) and (short or is_late or before == 0):
-            self.counts.waited_s += waited
+        if has_waited:
+            self.counts.waited_s += self._clock() - begin
         if is_late and sum(item.source.ready for item in wanted) == before:
             self.counts.late += 1
             self._link.was_late([item.source.session for item in short])

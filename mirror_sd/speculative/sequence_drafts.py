@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from mirror_sd.messages import SamplingParams
 from mirror_sd.speculative.acceptance import Record
 from mirror_sd.speculative.drafters import Drafter, DraftSource
 from mirror_sd.speculative.drafters.hint import HintSource
+from mirror_sd.speculative.drafters.remote import RemoteSource
 from mirror_sd.speculative.length_controller import WindowController
+from mirror_sd.speculative.remote_drafting import RemoteDrafting
 from mirror_sd.speculative.repetition import RepetitionWatch
 from mirror_sd.speculative.trial import Trial
 
@@ -36,6 +39,7 @@ class SequenceDrafts:
         window: WindowController | None = None,
         uses_head: bool = True,
         takes_hints: bool = True,
+        takes_remote: bool = True,
         is_sampled: bool = False,
     ) -> None:
         self._drafters = drafters
@@ -54,6 +58,9 @@ class SequenceDrafts:
         self._records: dict[str, Record] = {}
         self._repetition = RepetitionWatch()
         self.uses_head = uses_head
+        self._takes_remote = takes_remote
+        self._drafting: RemoteDrafting | None = None
+        self.remote: RemoteSource | None = None
         self.trials: list[Trial] = []
         self.counts: dict[str, tuple[int, int]] = {}
 
@@ -79,10 +86,24 @@ class SequenceDrafts:
             for source in self._opened.values():
                 source.commit(fresh)
             self._seen = length
+        found: list[DraftSource] = list(self._opened.values())
+        if self.remote is not None and self.remote.is_open:
+            found.append(self.remote)
         if self._hint is None:
-            return list(self._opened.values())
+            return found
         self._tell_hint(self._hint)
-        return [self._hint, *self._opened.values()]
+        return [self._hint, *found]
+
+    def draft_remotely(self, drafting: RemoteDrafting, params: SamplingParams) -> None:
+        """Have another device draft as well, which begins by reading the prompt."""
+        if self._takes_remote and self.remote is None:
+            self._drafting = drafting
+            self.remote = drafting.open(self._tokens, params, self._tenant)
+
+    def tell_remote(self, tokens: Sequence[int]) -> None:
+        """The target's next tokens, which are not in the sequence's list yet."""
+        if self._drafting is not None and self.remote is not None:
+            self._drafting.commit(self.remote, tokens)
 
     def _open(self) -> None:
         for name, drafter in self._drafters.items():
@@ -130,6 +151,8 @@ class SequenceDrafts:
 
     def close(self) -> None:
         """The sequence has ended, or was dropped."""
+        if self._drafting is not None and self.remote is not None:
+            self._drafting.close(self.remote)
         for name, drafter in self._drafters.items():
             drafter.close(
                 self._opened.get(name),

@@ -73,6 +73,16 @@ def pool_spec(run: RunDir, device_class: str) -> ChildSpec:
     )
 
 
+def drafter_spec(run: RunDir, device_class: str, index: int) -> ChildSpec:
+    name = f"drafter-{device_class}-{index}"
+    return ChildSpec(
+        name=name,
+        argv=[*_PYTHON, "workers.drafter", "--class", device_class, "--index", str(index)],
+        env=_environment(run, "drafter", MIRROR_SD_CLASS=device_class),
+        log=run_directory.logs(run) / f"{name}.log",
+    )
+
+
 def probe_spec(run: RunDir) -> ChildSpec:
     return ChildSpec(
         name="probe",

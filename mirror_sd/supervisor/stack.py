@@ -51,6 +51,12 @@ class Stack:
         ]
         self._pools = [Child(processes.pool_spec(run, name)) for name in config.pools]
         self._broker = Child(processes.broker_spec(run))
+        # Workers go on without them: only settings that cannot work fail a start.
+        self._drafters = [
+            Child(processes.drafter_spec(run, name, index))
+            for name, drafter in config.drafters.items()
+            for index in range(drafter.workers)
+        ]
         # None of the others needs it, so it can neither fail a start nor hold up an end.
         self._probe = [Child(processes.probe_spec(run))] if config.probe.enabled else []
 
@@ -61,7 +67,7 @@ class Stack:
     def start(self) -> None:
         """Start every process but nginx; raises `SetupError` where a command cannot be executed."""
         # Workers first: loading the model takes longest.
-        for child in (*self._pools, self._broker, *self._gateways):
+        for child in (*self._pools, *self._drafters, self._broker, *self._gateways):
             _start(child)
 
     def wait_until_ready(self, model: str) -> None:
@@ -98,7 +104,7 @@ class Stack:
     def run_once(self) -> None:
         """Look after each process once."""
         now = self._clock()
-        for child in (*self._children(), *self._probe):
+        for child in (*self._children(), *self._drafters, *self._probe):
             death = child.tend()
             if death is not None:
                 _log.error("%s; starting it again in %.1f s", death, death.delay_s)
@@ -118,7 +124,7 @@ class Stack:
             if not at_once:
                 self._drain()
         finally:
-            for child in (*self._probe, *self._children()):
+            for child in (*self._probe, *self._children(), *self._drafters):
                 child.kill()
 
     def _drain(self) -> None:
@@ -132,7 +138,7 @@ class Stack:
             for gateway in self._gateways:
                 gateway.kill()
             self._wait_gone([self._edge], _STOP_S)
-        for stage in ([*self._gateways, *self._pools], [self._broker]):
+        for stage in ([*self._gateways, *self._pools], [self._broker, *self._drafters]):
             for child in stage:
                 child.stop()
             self._wait_or_warn(stage)
@@ -163,6 +169,11 @@ class Stack:
         return all(self._run.gateway_socket(index).exists() for index in indexes)
 
     def _fail_on_death(self) -> None:
+        for child in self._drafters:
+            death = child.tend()
+            if death is not None and death.status == CANNOT_START:
+                self._echo_errors()
+                raise SetupError(f"{death.name} cannot start, for the reason above")
         for child in self._children():
             death = child.reap()
             if death is not None and death.status == CANNOT_START:

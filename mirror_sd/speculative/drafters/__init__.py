@@ -15,7 +15,7 @@ class DraftSource(Protocol):
 
     @property
     def name(self) -> str:
-        """Of the kind: lookup, history, hint or head."""
+        """Of the kind: lookup, history, hint, head or remote."""
         ...
 
     def propose(self, limit: int) -> list[int]:
@@ -25,6 +25,10 @@ class DraftSource(Protocol):
     def strength(self) -> int:
         """0 .. STRENGTHS - 1: how much speaks for the proposal made last, as the length of the
         n-gram that matched. How often each strength is right is learned, so any order will do."""
+        ...
+
+    def strengths(self) -> list[int]:
+        """Of each token of the proposal made last, or one for all."""
         ...
 
     def commit(self, tokens: Sequence[int]) -> None:
@@ -76,10 +80,13 @@ _REGISTRY: dict[str, Callable[[SpeculationConfig], Drafter]] = {
 }
 
 
-def create(config: SpeculationConfig, *, has_head: bool = True) -> Mapping[str, Drafter]:
+def create(
+    config: SpeculationConfig, *, has_head: bool = True, has_remote: bool = True
+) -> Mapping[str, Drafter]:
     """The drafters that the configuration names, by name; all of them for auto, and in place of a
-    head that is not there."""
-    takes_all = config.drafter == "auto" or (config.drafter == "head" and not has_head)
+    head or of drafters on other devices that are not there."""
+    absent = {"head": not has_head, "remote": not has_remote}
+    takes_all = config.drafter == "auto" or absent.get(config.drafter, False)
     names = [name for name in _REGISTRY if takes_all or config.drafter == name]
     if config.history_tokens == 0:
         names = [name for name in names if name != "history"]

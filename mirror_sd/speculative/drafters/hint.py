@@ -68,6 +68,9 @@ class HintSource:
     def strength(self) -> int:
         return bisect_right(_STEPS, self._agreed)
 
+    def strengths(self) -> list[int]:
+        return [self.strength()]
+
     def commit(self, tokens: Sequence[int]) -> None:
         """The target's next tokens."""
         for token in tokens:

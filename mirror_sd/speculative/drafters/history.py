@@ -77,6 +77,9 @@ class HistorySource:
     def strength(self) -> int:
         return bisect_right(_STEPS, self._agreed)
 
+    def strengths(self) -> list[int]:
+        return [self.strength()]
+
     def commit(self, tokens: Sequence[int]) -> None:
         """The target's next tokens."""
         if self._place is not None:

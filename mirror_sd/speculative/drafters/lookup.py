@@ -60,6 +60,9 @@ class LookupSource:
             matched += 1
         return bisect_right(_STEPS, matched)
 
+    def strengths(self) -> list[int]:
+        return [self.strength()]
+
     def _cycle(self, start: int, limit: int) -> list[int]:
         # A match that overlaps the end goes on with what it has just proposed: a loop repeats.
         period = len(self._tokens) - start

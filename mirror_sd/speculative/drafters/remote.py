@@ -25,6 +25,11 @@ class DraftLink(Protocol):
     """The connections to drafters. Nothing here blocks but `receive`, which has a time limit;
     nothing raises because of what a drafter does."""
 
+    @property
+    def ready(self) -> int:
+        """Drafters that can be had now."""
+        ...
+
     def open(self, request: Open) -> bool:
         """Have a drafter draft for a session; False where none is to be had."""
         ...

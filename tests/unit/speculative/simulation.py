@@ -96,6 +96,9 @@ class SimSource:
     def strength(self) -> int:
         return self._strength
 
+    def strengths(self) -> list[int]:
+        return [self.strength()]
+
     def propose(self, limit: int) -> list[int]:
         curve = self._curve
         self._clock.now += curve.ask_s

@@ -63,5 +63,8 @@ class ScriptedEngine:
     def health(self) -> DeviceHealth:
         return DeviceHealth(temperature_c=41.5)
 
+    def idle(self) -> None:
+        """Nothing is to be looked after."""
+
     def check_integrity(self) -> None:
         self.integrity_checks += 1

@@ -1,0 +1,50 @@
+"""The drafters of a worker, as the configuration names them."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+
+from mirror_sd import model_store
+from mirror_sd.backends.protocol import Capabilities
+from mirror_sd.config import Config
+from mirror_sd.drafting import addresses
+from mirror_sd.drafting.client import DraftClient
+from mirror_sd.drafting.frames import Hello, Proposal
+from mirror_sd.drafting.loading import tokenizer_digest
+from mirror_sd.run_dir import RunDir
+from mirror_sd.speculative.remote_drafting import RemoteDrafting
+
+
+def connector(
+    config: Config,
+    run: RunDir,
+    device_class: str,
+    on_proposal: Callable[[Proposal], None] | None = None,
+) -> Callable[[Capabilities], RemoteDrafting] | None:
+    """What connects a worker of the class to its drafters; None where it has none."""
+    endpoints = addresses.endpoints_for(config, run, device_class)
+    if not endpoints or not config.speculation.enabled:
+        return None
+    serving = {name for name, _ in endpoints}
+    settings = [drafter for name, drafter in config.drafters.items() if str(name) in serving]
+
+    def connect(abilities: Capabilities) -> RemoteDrafting:
+        hello = Hello(
+            verifier=f"{device_class}-{os.getpid()}",
+            vocab_size=abilities.vocab_size,
+            tokenizer=tokenizer_digest(model_store.resolve(config.model.path)),
+        )
+        lengths = [drafter.length for drafter in settings]
+        return RemoteDrafting(
+            DraftClient(endpoints, hello),
+            vocab_size=abilities.vocab_size,
+            most_tokens=config.speculation.max_tokens,
+            length=max((length for length in lengths if length is not None), default=None),
+            overlaps=all(drafter.overlap for drafter in settings),
+            clock=time.monotonic,
+            on_proposal=on_proposal,
+        )
+
+    return connect
