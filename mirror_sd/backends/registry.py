@@ -32,8 +32,8 @@ def create(
     """Load a model into the named engine; takes up to seconds.
 
     engine: auto is native on the CPU, xla on a TPU, torch on other devices. device: a torch device,
-    or one of `xla.runtime.open_device`. precision:
-    auto, fp32, bf16, fp16 (torch) or int8 (native). threads: None takes the cores this process may
+    one of `xla.runtime.open_device`, or a provider of onnxruntime. precision: auto, fp32, bf16,
+    fp16 (torch, onnxruntime) or int8 (native, onnxruntime). threads: None takes the cores this process may
     use. max_context can only lower the model's. kv: number format of keys and values; other than
     auto it needs the native engine. Raises `ConfigError` for a bad setting, `ModelError` for a bad
     model. Without the C++ part torch takes the place of native, and a model that our
@@ -94,6 +94,22 @@ def _native(files: ModelFiles, setting: Setting) -> Backend:
     except UnsupportedModel as error:
         log.warning("%s; torch serves instead, slower", error.message)
         return _torch(files, setting)
+
+
+def _onnxruntime(files: ModelFiles, setting: Setting) -> Backend:
+    if setting.kv not in ("auto", "fp32"):
+        raise ConfigError(f"a KV cache of {setting.kv} needs the native engine")
+    from mirror_sd.backends.onnx import providers
+
+    provider = providers.find(setting.device)
+    from mirror_sd.backends.onnx.onnx_backend import OnnxBackend
+    from mirror_sd.backends.onnx.products import precision_of
+    from mirror_sd.uir import program
+    from mirror_sd.uir.precision_plan import PrecisionPlan
+
+    lowered = program.load(files, PrecisionPlan.of("fp32"), setting.max_context)
+    threads = setting.threads or len(os.sched_getaffinity(0))
+    return OnnxBackend(lowered, provider, precision_of(setting.precision), threads)
 
 
 def _prepare_torch(device: str, threads: int | None) -> None:
@@ -187,6 +203,7 @@ def _xla(files: ModelFiles, setting: Setting) -> Backend:
 
 _FACTORIES: dict[str, Callable[[ModelFiles, Setting], Backend]] = {
     "native": _native,
+    "onnxruntime": _onnxruntime,
     "torch": _torch,
     "transformers": _transformers,
     "reference": _reference,
