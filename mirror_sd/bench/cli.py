@@ -23,6 +23,7 @@ from mirror_sd.bench import (
     prompts,
     quality_command,
     routing,
+    segments,
     serve,
 )
 from mirror_sd.bench import http as http_path
@@ -50,6 +51,7 @@ app.command("quality")(quality_command.command)
 app.command("peers")(peers_command.peers)
 app.command("plot")(plot.command)
 app.command("memory")(memory.command)
+app.command("segments")(segments.command)
 app.command("serve")(serve.command)
 app.command("merge")(merge.command)
 app.command("edge")(edge.command)
