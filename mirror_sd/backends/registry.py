@@ -33,10 +33,10 @@ def create(
 
     engine: auto is native on the CPU, xla on a TPU, torch on other devices. device: a torch device,
     one of `xla.runtime.open_device`, or a provider of onnxruntime. precision: auto, fp32, bf16,
-    fp16 (torch, onnxruntime) or int8 (native, onnxruntime). threads: None takes the cores this process may
-    use. max_context can only lower the model's. kv: number format of keys and values; other than
-    auto it needs the native engine. Raises `ConfigError` for a bad setting, `ModelError` for a bad
-    model. Without the C++ part torch takes the place of native, and a model that our
+    fp16 (torch, onnxruntime) or int8 (native, onnxruntime). threads: None takes the cores this
+    process may use. max_context can only lower the model's. kv: number format of keys and values;
+    other than auto it needs the native engine. Raises `ConfigError` for a bad setting, `ModelError`
+    for a bad model. Without the C++ part torch takes the place of native, and a model that our
     decoders do not know goes to `transformers`, both with a warning.
     """
     if engine == "auto":
