@@ -27,7 +27,10 @@ NOWHERE = ModelFiles("none", Path("/nonexistent"), "safetensors")
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"engine": "tensorrt"}, "engine 'tensorrt' is not one of auto, native, onnxruntime, reference"),
+        (
+            {"engine": "tensorrt"},
+            "engine 'tensorrt' is not one of auto, native, onnxruntime, reference",
+        ),
         ({"precision": "int3"}, "precision 'int3' is not one of auto, fp32, bf16, fp16, int8"),
         ({"device": "cuda:77"}, "device 'cuda:77' cannot be used"),
         ({"device": "abacus"}, "device 'abacus' cannot be used"),
