@@ -1,0 +1,242 @@
+"""A model, its drafts and their verification in this process, for one conversation."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from mirror_sd import config, draft_store, model_store, offline
+from mirror_sd.api.detokeniser import detokeniser
+from mirror_sd.backends import draft_registry
+from mirror_sd.backends.onnx import providers
+from mirror_sd.backends.protocol import Backend, DraftHead
+from mirror_sd.config import Config
+from mirror_sd.engine import Engine
+from mirror_sd.engine_backend import create_backend
+from mirror_sd.errors import BY_CODE, ContextLengthExceeded, InternalError, SetupError
+from mirror_sd.messages import Chunk, Failed, Finished, SamplingParams, SequenceUsage, Submit
+from mirror_sd.offline import Summary
+from mirror_sd.speculative.sampler import open_chooser
+from mirror_sd.speculative.sampling import TokenChooser
+from mirror_sd.speculative.typical import TypicalChooser
+from mirror_sd.uir.draft_file import DraftProgram
+
+Message = tuple[str, str]
+_CLASS = "cpu"
+# Of one conversation: the longest context of the default model takes 180.
+_KV_CACHE_MB = 256
+# The native kernels multiply no halves.
+_TARGET_PRECISIONS = {"fp16": "bf16"}
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """draft_engine: a provider of ONNX Runtime, or None for a draft head beside the target.
+    max_length: longest answer in tokens. is_typical: typical acceptance instead of equality."""
+
+    draft_engine: str | None = None
+    max_length: int = 256
+    precision: str = "int8"
+    is_typical: bool = False
+    temperature: float = 0.0
+    seed: int | None = None
+    model: str | None = None
+    threads: int | None = None
+
+    def config(self) -> Config:
+        """Raises `ConfigError`."""
+        settings = {
+            f"pools.{_CLASS}.precision": _TARGET_PRECISIONS.get(self.precision, self.precision),
+            f"pools.{_CLASS}.threads": self.threads,
+            "scheduler.max_batch_size.CPU": 1,
+            "engine.kv_cache_mb": _KV_CACHE_MB,
+            "model.path": self.model,
+        }
+        return config.load(
+            None, [f"{key}={json.dumps(value)}" for key, value in settings.items() if value]
+        )
+
+
+class EdgeSession:
+    """One answer at a time. The constructor loads the model: seconds.
+
+    It raises `ConfigError` where the draft's provider is absent, before anything is loaded, and
+    `ModelError`.
+    """
+
+    def __init__(self, options: Options) -> None:
+        if options.draft_engine is not None:
+            providers.find(options.draft_engine)
+        begin = time.perf_counter()
+        self._options = options
+        settings = options.config()
+        self._files = model_store.resolve(settings.model.path)
+        self._tokenizer = offline.load_tokenizer(settings)
+        if not self._tokenizer.has_chat_template:
+            raise SetupError(
+                f"{self._files.name} has no chat template, so there is no talking to it"
+            )
+        backend = create_backend(settings, _CLASS)
+        self._target = backend.capabilities
+        self._head = draft_store.open_head(
+            settings, self._files, _CLASS, lambda program: self._lower(program, backend)
+        )
+        self._typical: TypicalChooser | None = None
+        self._engine = Engine(
+            backend,
+            settings.engine,
+            settings.speculation,
+            model_name=self._files.name,
+            device_class=_CLASS,
+            slots=1,
+            head=self._head,
+            choosers=self._chooser,
+        )
+        self._engine.warm_up()
+        self._load_s = time.perf_counter() - begin
+        self._answers = 0
+        self._is_stopped = False
+        self.summary = Summary(load_s=self._load_s, seed=0)
+
+    def _lower(self, program: DraftProgram, backend: Backend) -> DraftHead:
+        options = self._options
+        threads = options.threads or len(os.sched_getaffinity(0))
+        if options.draft_engine is None:
+            return draft_registry.create(backend, program, threads=threads)
+        return draft_registry.create_on_onnxruntime(
+            backend.capabilities,
+            self._files,
+            program,
+            provider=options.draft_engine,
+            precision=options.precision,
+            threads=threads,
+        )
+
+    def _chooser(self, params: SamplingParams, delivered: Iterable[int]) -> TokenChooser:
+        exact = open_chooser(params, delivered)
+        if not self._options.is_typical:
+            return exact
+        self._typical = TypicalChooser(exact, params)
+        return self._typical
+
+    def notices(self) -> Iterator[str]:
+        """What the user must know before the first answer."""
+        options = self._options
+        if options.is_typical:
+            yield (
+                "mirror-sd: the safety check is off: drafts that the model finds likely are kept"
+                " without being its choice, so answers may differ from the model's own"
+            )
+        if options.draft_engine is not None and self._head is None:
+            yield (
+                f"mirror-sd: there is no draft head for {self._files.name} to run on"
+                f" {options.draft_engine}; drafts come from the text itself"
+            )
+        if self._target.precision != options.precision:
+            yield (
+                f"mirror-sd: the target computes in {self._target.precision},"
+                f" as its engine, {self._target.name}, has no {options.precision}"
+            )
+
+    def describe(self) -> str:
+        """The parts, for a person."""
+        where = self._options.draft_engine
+        heads = {True: f"onnxruntime on {where}", False: self._target.name}
+        head = "none" if self._head is None else heads[where is not None]
+        return (
+            f"{self._files.name} on {self._target.name} in {self._target.precision},"
+            f" draft head: {head}"
+        )
+
+    def describe_answer(self) -> str:
+        """Figures of the last answer."""
+        text = self.summary.describe()
+        if self._typical is not None:
+            text += f"; {self._typical.departures} tokens are not the model's own choice"
+        return text
+
+    def stop(self) -> None:
+        """End the answer that is being given, after the step that runs. From a signal handler."""
+        self._is_stopped = True
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the last answer was ended by `stop`."""
+        return self._is_stopped
+
+    def fitting(self, messages: Sequence[Message]) -> list[Message]:
+        """The latest of the messages that leave room for an answer; oldest pairs go first.
+
+        Raises `ContextLengthExceeded` where the last alone leaves none.
+        """
+        kept = list(messages)
+        while True:
+            length = len(self._tokenizer.encode_chat(kept))
+            if length < self._engine.max_context and (
+                len(kept) == 1 or length + self._options.max_length <= self._engine.max_context
+            ):
+                return kept
+            if len(kept) == 1:
+                raise ContextLengthExceeded(
+                    f"a text of {length} tokens; the context of {self._engine.max_context} must"
+                    " leave room for an answer"
+                )
+            del kept[:2]
+
+    def answer(self, messages: Sequence[Message], show: Callable[[str], None]) -> str:
+        """Stream the answer to the last of the messages to `show`, and return it whole.
+
+        Raises the `MirrorError` of what failed, `ContextLengthExceeded`.
+        """
+        prompt = self._tokenizer.encode_chat(self.fitting(messages))
+        seed = secrets.randbits(31) if self._options.seed is None else self._options.seed
+        self.summary = Summary(load_s=self._load_s, seed=seed)
+        self._is_stopped = False
+        self._answers += 1
+        submit = Submit(
+            request_id=f"edge-{self._answers}",
+            model=self._engine.model_name,
+            prompt=tuple(prompt),
+            params=SamplingParams(
+                max_tokens=min(self._options.max_length, self._engine.max_context - len(prompt)),
+                seed=seed % 2**64,
+                temperature=self._options.temperature,
+                stop_token_ids=self._tokenizer.facts.eos_token_ids,
+            ),
+            device_class=_CLASS,
+        )
+        text = detokeniser(self._tokenizer.vocabulary, is_text_start=True)
+        pieces = []
+        for token in self._tokens(submit):
+            pieces.append(text.push(token))
+            show(pieces[-1])
+        pieces.append(text.finish())
+        show(pieces[-1])
+        return "".join(pieces)
+
+    def _tokens(self, submit: Submit) -> Iterator[int]:
+        begin = time.perf_counter()
+        count = 0
+        self._engine.add(submit)
+        while self._engine.has_work:
+            if self._is_stopped:
+                self._engine.abort(submit.request_id)
+                self.summary.usage = SequenceUsage(
+                    prompt_tokens=len(submit.prompt), completion_tokens=count
+                )
+            for output in self._engine.step():
+                match output:
+                    case Chunk(tokens=tokens):
+                        first = self.summary.first_token_s or time.perf_counter() - begin
+                        self.summary.first_token_s = first
+                        count += len(tokens)
+                        yield from tokens
+                    case Finished(usage=usage):
+                        self.summary.usage = usage
+                    case Failed(code=code, message=message):
+                        raise BY_CODE.get(code, InternalError)(message)
+        self.summary.total_s = time.perf_counter() - begin
