@@ -251,6 +251,18 @@ def distil(context: typer.Context) -> None:
     _run_nested(training_cli.app, context, "mirror-sd distil")
 
 
+@app.command(
+    "convert",
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def convert(context: typer.Context) -> None:
+    """Write a model in another number format; `mirror-sd convert --help` lists the options."""
+    from mirror_sd.conversion import cli as conversion_cli
+
+    _run_nested(conversion_cli.app, context, "mirror-sd convert")
+
+
 def _run_nested(nested: Any, context: typer.Context, name: str) -> None:
     """Its status is ours: inside another, an app returns it in place of ending with it."""
     status = nested(args=context.args, prog_name=name, standalone_mode=False)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mirror_sd.errors import ModelError, UnsupportedModel
-from mirror_sd.uir import safetensors_file
+from mirror_sd.uir import safetensors_file, stored_format
 from mirror_sd.uir.model_spec import FAMILIES, Family, ModelSpec, RopeScaling
 from mirror_sd.uir.weights import LazyTensor, Weights
 
@@ -35,6 +36,8 @@ OUTSIDE_LAYERS = {
     "head": "lm_head.weight",
 }
 INDEX = "model.safetensors.index.json"
+# `quantization_config.quant_method` of what `mirror-sd convert` writes.
+OUR_METHOD = "mirror-sd"
 # transformers' default where config.json is silent; its other defaults are the families' own.
 DEFAULT_THETA = 10000.0
 DEFAULT_HEAD_DIM: dict[Family, int] = {"qwen3": 128}
@@ -43,13 +46,19 @@ DEFAULT_HEAD_DIM: dict[Family, int] = {"qwen3": 128}
 def read(directory: Path) -> tuple[ModelSpec, Weights]:
     """Open a directory. Raises `ModelError`, or `UnsupportedModel` for another model class."""
     spec = read_spec(directory)
-    stored = _stored_tensors(directory)
-    names = dict(OUTSIDE_LAYERS)
-    for layer in range(spec.num_layers):
-        for role, suffix in ROLES.items():
-            names[f"layers.{layer}.{role}"] = f"model.layers.{layer}.{suffix}"
+    stored = _with_scales(directory, _stored_tensors(directory))
+    names = stored_names(spec.num_layers)
     tensors = {name: stored[theirs] for name, theirs in names.items() if theirs in stored}
     return spec, Weights(directory, tensors)
+
+
+def stored_names(num_layers: int) -> dict[str, str]:
+    """Our name of every weight -> the name in such a directory; some a model does not have."""
+    names = dict(OUTSIDE_LAYERS)
+    for layer in range(num_layers):
+        for role, suffix in ROLES.items():
+            names[f"layers.{layer}.{role}"] = f"model.layers.{layer}.{suffix}"
+    return names
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -80,6 +89,38 @@ def _stored_tensors(directory: Path) -> dict[str, LazyTensor]:
     for file in files:
         tensors |= safetensors_file.read(file)
     return tensors
+
+
+def _with_scales(directory: Path, stored: dict[str, LazyTensor]) -> dict[str, LazyTensor]:
+    """Codes and their scales as the matrix that they stand for."""
+    coded = [name for name in stored if name.endswith(stored_format.CODES)]
+    if not coded:
+        return stored
+    tensors = dict(stored)
+    path = directory / "config.json"
+    quantised = read_json(path).get("quantization_config") or {}
+    form = stored_format.StoredFormat("int8", _group_size(path, quantised))
+    for name in coded:
+        base = name.removesuffix(stored_format.CODES)
+        codes, scales = tensors.pop(name), tensors.pop(base + stored_format.SCALES, None)
+        needed = form.parts(base, codes.shape)[1].shape if len(codes.shape) == 2 else None
+        if scales is None or scales.shape != needed:
+            raise ModelError(f"{directory}: the codes of {base} have no scales of shape {needed}")
+        tensors[base] = LazyTensor(base, codes.shape, partial(_decoded, codes, scales, form.group))
+    return tensors
+
+
+def _group_size(path: Path, quantised: Mapping[str, Any]) -> int | None:
+    if quantised.get("group_size") is None:
+        return None
+    size = number(path, quantised, "group_size")
+    if size < 1:
+        raise ModelError(f"{path}: group_size is {size}; it must be positive")
+    return int(size)
+
+
+def _decoded(codes: LazyTensor, scales: LazyTensor, group: int | None) -> stored_format.Float32:
+    return stored_format.dequantise(codes.read(), scales.read(), group)
 
 
 class _Config:
@@ -123,7 +164,10 @@ def read_spec(directory: Path) -> ModelSpec:
         raise UnsupportedModel(f"{path}: the activation {config.get('hidden_act')!r} is unknown")
     if config.get("mlp_bias"):
         raise UnsupportedModel(f"{path}: biases in the MLP are not supported")
-    if config.get("quantization_config"):
+    quantised = config.get("quantization_config")
+    if quantised and not (
+        isinstance(quantised, dict) and quantised.get("quant_method") == OUR_METHOD
+    ):
         raise UnsupportedModel(f"{path}: quantised safetensors are not supported")
     heads, hidden = config.integer("num_attention_heads"), config.integer("hidden_size")
     head_dim = DEFAULT_HEAD_DIM.get(family, hidden // max(heads, 1))
@@ -216,4 +260,14 @@ def _rope_scaling(path: Path, rope: dict[str, Any], max_context: int) -> RopeSca
             mscale_all_dim=optional("mscale_all_dim"),
             truncate=bool(rope.get("truncate", True)),
         )
+    if kind == "factors":
+        return RopeScaling("factors", factors=_factors(path, rope))
     raise UnsupportedModel(f"{path}: rope scaling {kind!r} is not supported")
+
+
+def _factors(path: Path, rope: Mapping[str, Any]) -> tuple[float, ...]:
+    """Ours, for a model that came from a GGUF, which stores divisors of frequencies."""
+    factors = rope.get("factors")
+    if not isinstance(factors, list) or not all(isinstance(f, int | float) for f in factors):
+        raise ModelError(f"{path}: the rope's factors are not a list of numbers")
+    return tuple(float(factor) for factor in factors)

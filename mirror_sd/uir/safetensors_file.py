@@ -24,6 +24,7 @@ STORED: dict[str, np.dtype[Any]] = {
     "F32": np.dtype("<f4"),
     "F16": np.dtype("<f2"),
     "F64": np.dtype("<f8"),
+    "I8": np.dtype("i1"),  # codes of `stored_format`
 }
 BF16: np.dtype[Any] = np.dtype("<u2")
 
