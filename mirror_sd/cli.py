@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mirror_sd import __version__, admin_cli, key_cli, logs, plan_cli
+from mirror_sd.edge import cli as edge_cli
 from mirror_sd.errors import MirrorError, SetupError
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ model_app = typer.Typer(no_args_is_help=True, help="Fetch and list models.")
 app.add_typer(model_app, name="model")
 app.add_typer(key_cli.app, name="key")
 admin_cli.register(app)
+edge_cli.register(app)
 plan_cli.register(app)
 
 Port = Annotated[
@@ -284,7 +286,7 @@ def _load_config(file: Path | None, overrides: list[str] | None, port: int | Non
 def main() -> None:
     """The entry point: a `MirrorError` becomes one sentence and status 1, bad usage status 2."""
     try:
-        app(prog_name="mirror-sd")
+        app(args=edge_cli.completed(sys.argv[1:]), prog_name="mirror-sd")
     except MirrorError as error:
         typer.echo(f"mirror-sd: {error.message}", err=True)
         sys.exit(1)

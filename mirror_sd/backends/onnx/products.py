@@ -23,6 +23,8 @@ _GROUP = draft_file.GROUP
 # By `accuracy_level` 4 the activations are int8 too, with a scale for each 32.
 _INT8_ACTIVATIONS = 4
 _ZERO_POINT = 128
+# An embedding has tens of millions of values, and rounding takes them several times over.
+_ROWS_AT_ONCE = 2048
 
 
 def precision_of(setting: str) -> Precision:
@@ -90,12 +92,17 @@ class Products:
     @staticmethod
     def _blocks(graph: GraphBuilder, name: str, matrix: Float32) -> tuple[str, str]:
         """([outputs, groups, 32] uint8 around 128, [outputs, groups] scales)."""
-        codes, scales = draft_file.quantise(matrix)
-        padded = np.pad(codes, ((0, 0), (0, -codes.shape[1] % _GROUP)))
-        unsigned = (padded.astype(np.int16) + _ZERO_POINT).astype(np.uint8)
+        outputs, inputs = matrix.shape
+        groups = -(-inputs // _GROUP)
+        unsigned = np.full((outputs, groups * _GROUP), _ZERO_POINT, np.uint8)
+        scales = np.empty((outputs, groups), np.float32)
+        for first in range(0, outputs, _ROWS_AT_ONCE):
+            rows = slice(first, first + _ROWS_AT_ONCE)
+            codes, scales[rows] = draft_file.quantise(matrix[rows])
+            unsigned[rows, :inputs] = codes.astype(np.int16) + _ZERO_POINT
         return (
-            graph.weight(f"{name}.codes", unsigned.reshape(len(codes), -1, _GROUP)),
-            graph.weight(f"{name}.scales", scales.astype(np.float32)),
+            graph.weight(f"{name}.codes", unsigned.reshape(outputs, groups, _GROUP)),
+            graph.weight(f"{name}.scales", scales),
         )
 
     @staticmethod

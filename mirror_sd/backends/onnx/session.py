@@ -36,6 +36,8 @@ class GraphSession:
         options.intra_op_num_threads = threads
         # Shapes differ from run to run, so that a plan of memory for one fits no other.
         options.enable_mem_pattern = False
+        # Between runs the cores are the target's.
+        options.add_session_config_entry("session.force_spinning_stop", "1")
         options.add_external_initializers(list(graph.weights), self._weights)
         try:
             self._session = self._runtime.InferenceSession(
