@@ -237,6 +237,9 @@ class SchedulerConfig(_Section):
     target_inter_token_ms: float = Field(
         200.0, gt=0, description="time between tokens above which a worker's batch shrinks"
     )
+    split: Literal["policy", "measured"] = Field(
+        "policy", description="shares of the classes: the policy's, or by what devices measured"
+    )
 
 
 class MergeConfig(_Section):

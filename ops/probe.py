@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from typing import Any
 
 from mirror_sd import logs, telemetry
 from mirror_sd.config import Config
@@ -20,6 +21,7 @@ from mirror_sd.errors import SetupError
 from mirror_sd.run_dir import RunDir, from_run_dir
 from ops import gauges
 from ops.alerting import Alert, AlertBook, observe
+from ops.class_split import ClassSplit
 from ops.degradation import DegradationLadder
 from ops.device_weights import DeviceWeights, Weights
 from ops.edge_client import EdgeClient, EdgeError
@@ -64,6 +66,9 @@ class Probe:
         self._classes = tuple(str(name) for name in config.pools)
         self._real = {str(n) for n, pool in config.pools.items() if pool.engine != "emulated"}
         self._weights = DeviceWeights(self._classes, config.probe)
+        is_split_measured = config.scheduler.split == "measured"
+        self._split = ClassSplit(self._classes) if is_split_measured else None
+        self._state: Mapping[str, Any] = {}
         self._ladder = DegradationLadder(config.probe.inter_token_p99_ms / 1000)
         self._alerts = AlertBook()
         self._first_workers = FirstWorkers()
@@ -102,6 +107,7 @@ class Probe:
             self._count_trouble("state", error)
             return None
         self._trouble("state", "")
+        self._state = state
         return workers.read(state, self._classes, patience_s, devices)
 
     def _scrape(self, now: float) -> None:
@@ -125,8 +131,13 @@ class Probe:
 
     def _publish(self, now: float, weights: Weights, classes: Mapping[str, ClassReading]) -> None:
         result = "accepted"
+        splits = None
+        if self._split is not None:
+            traffic = self._service.reading(now).traffic
+            splits = self._split.update(now, self._state, traffic, weights.health)
         try:
-            document = weight_document(self._unix_clock(), weights, classes, self._ladder.level)
+            level = self._ladder.level
+            document = weight_document(self._unix_clock(), weights, classes, level, splits)
             self._edge.put_weights(document)
         except (EdgeError, ValueError) as error:
             is_heard = isinstance(error, ValueError) or error.is_refusal

@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from mirror_sd.scheduler.measurements import Traffic
+
 # Outside of this a sensor is broken, not hot.
 _COLDEST_C = -50.0
 _HOTTEST_C = 150.0
@@ -42,7 +44,7 @@ class ServiceReading:
     """How clients fare, over the last 10 s; `worker_restarts` of the last 10 minutes.
 
     `usual_p99_s` is the p99 of the class that the median token comes from. `latest_...` are the
-    same over the last 4 s, None where those hold too few tokens.
+    same over the last 4 s, None where those hold too few tokens. `traffic` is of the last 30 s.
     """
 
     inter_token_p99_s: float | None = None
@@ -51,6 +53,7 @@ class ServiceReading:
     latest_p99_s: float | None = None
     latest_usual_p99_s: float | None = None
     worker_restarts: Mapping[str, float] = field(default_factory=dict)
+    traffic: Traffic = field(default_factory=Traffic)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ops.device_weights import Weights
@@ -13,9 +13,14 @@ VERSION = 1
 
 
 def weight_document(
-    unix_now: float, weights: Weights, readings: Mapping[str, ClassReading], degrade_level: int
+    unix_now: float,
+    weights: Weights,
+    readings: Mapping[str, ClassReading],
+    degrade_level: int,
+    splits: Sequence[Mapping[str, Any]] | None = None,
 ) -> dict[str, Any]:
     """What is unknown is left out, so that no number stands for it. `at` is unix time in seconds.
+    `splits`: measured shares by prompt length, where the edge is to go by them.
 
     Raises `ValueError` for a factor that is none: better no document than a wrong one.
     """
@@ -31,6 +36,7 @@ def weight_document(
         },
         "degrade_level": degrade_level,
         "draft_factor": round(weights.draft_factor, 4),
+        **({} if splits is None else {"splits": list(splits)}),
     }
 
 

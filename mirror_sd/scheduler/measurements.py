@@ -27,6 +27,13 @@ class Traffic:
     prompt_tokens: float = 0.0
     answer_tokens: float = 0.0
 
+    def since(self, before: Traffic) -> Traffic:
+        return Traffic(
+            self.requests - before.requests,
+            self.prompt_tokens - before.prompt_tokens,
+            self.answer_tokens - before.answer_tokens,
+        )
+
 
 def profile(
     device_class: str,

@@ -9,13 +9,17 @@ from dataclasses import dataclass, field
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from mirror_sd.scheduler.measurements import Traffic
 from ops.readings import ServiceReading
 
 _GAPS = "mirror_gateway_inter_token_latency_seconds"
 _DRAFTED = "mirror_worker_drafted_tokens_total"
 _ACCEPTED = "mirror_worker_accepted_tokens_total"
 _RESTARTS = "mirror_pool_worker_restarts_total"
-WANTED = (f"{_GAPS}_bucket", _DRAFTED, _ACCEPTED, _RESTARTS)
+_REQUESTS = "mirror_gateway_requests_total"
+_PROMPT = "mirror_gateway_prompt_tokens_total"
+_ANSWER = "mirror_gateway_completion_tokens_total"
+WANTED = (f"{_GAPS}_bucket", _DRAFTED, _ACCEPTED, _RESTARTS, _REQUESTS, _PROMPT, _ANSWER)
 
 # Where 10 s hold too few gaps for a quantile, three times as long may do.
 _LATENCY_WINDOW_S = 10.0
@@ -38,11 +42,12 @@ class Counts:
     drafted: float = 0.0
     accepted: float = 0.0
     restarts: Mapping[str, float] = field(default_factory=dict)
+    traffic: Traffic = field(default_factory=Traffic)
 
 
 def parse(text: str) -> Counts:
     """The counters in a scrape; raises `ValueError` where it cannot be read."""
-    # Four families of forty: reading the others as well takes ten times as long.
+    # A few families of forty: reading the others as well takes ten times as long.
     lines = [line for line in text.splitlines() if line.startswith(WANTED)]
     gaps: dict[str, dict[float, float]] = defaultdict(lambda: defaultdict(float))
     totals: dict[str, float] = defaultdict(float)
@@ -55,9 +60,11 @@ def parse(text: str) -> Counts:
                 gaps[sample.labels["class"]][float(sample.labels["le"])] += sample.value
             elif sample.name == _RESTARTS:
                 restarts[sample.labels["class"]] += sample.value
-            else:
+            # Requests that were refused have no tokens.
+            elif sample.labels.get("status", "200") == "200":
                 totals[sample.name] += sample.value
-    return Counts(gaps, totals[_DRAFTED], totals[_ACCEPTED], restarts)
+    traffic = Traffic(totals[_REQUESTS], totals[_PROMPT], totals[_ANSWER])
+    return Counts(gaps, totals[_DRAFTED], totals[_ACCEPTED], restarts, traffic)
 
 
 class ServiceWindow:
@@ -102,6 +109,7 @@ class ServiceWindow:
             rejection_rate=1.0 - min(max(accepted / drafted, 0.0), 1.0)
             if drafted >= _FEWEST_DRAFTED
             else None,
+            traffic=latest.traffic.since(first.traffic),
             worker_restarts={
                 name: count - restarts.get(name, 0.0) for name, count in latest.restarts.items()
             },

@@ -69,7 +69,7 @@ RULES = (
     Rule(
         "ops",
         forbidden=frozenset({"zmq", "torch", "mirror_sd.messages", "workers"}),
-        ours=FOUNDATIONS | {"mirror_sd.logs", "ops"},
+        ours=FOUNDATIONS | {"mirror_sd.logs", "mirror_sd.scheduler", "ops"},
     ),
 )
 # The extension is optional: only what can do without it, or measures it, may import it.

@@ -107,6 +107,7 @@ function _M.live(tier)
         factors = live.factors,
         health = live.health,
         slots = live.slots,
+        splits = live.splits,
         degrade_level = live.degrade_level,
         is_stale = live.is_stale,
         in_flight = flight,

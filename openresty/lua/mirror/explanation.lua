@@ -85,6 +85,8 @@ local RULES = {
     full_tier = "Tier %s prefers %s; its own requests fill all, so the one with most places for "
         .. "each takes it.",
     policy = "Shares are policy weight x factor x headroom: %s.",
+    measured = "Shares are those of the measured devices (scheduler.split) x headroom, in place of"
+        .. " the policy's: %s.",
     relieved = "The factors hold back every class of the policy, so better ones take a part: %s.",
     spilled = "The classes of the policy have no room or are unfit; the fallback weights give: %s.",
     full = "No class has room; shares follow the policy and the places of each class: %s.",

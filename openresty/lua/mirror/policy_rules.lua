@@ -168,6 +168,15 @@ local function check(policy)
     end
 end
 
+local function check_split(path, split)
+    check_weights(path .. ".shares", split.shares)
+end
+
+--- Raises by `validation.refuse` unless `splits` lists shares by class for rising prompt lengths.
+function _M.check_splits(path, splits)
+    check_steps(path, splits, { "below", "shares" }, check_split)
+end
+
 --- True, or nil, a sentence that names the key, the value and what is allowed, and the key's path.
 function _M.validate(policy)
     local is_valid, message, path = validation.run("policy", check, policy)

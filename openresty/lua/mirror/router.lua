@@ -170,14 +170,25 @@ local function weighted(self, base, factors, headroom, relief)
     return shares, "unhealthy"
 end
 
+-- The measured shares of a request; nil where there are none, or their classes have no room.
+local function split(self, splits, request, headroom)
+    if not splits then
+        return nil
+    end
+    local _, step = step_of(splits, request.prompt_tokens)
+    return scaled(self, step.shares, NONE, headroom)
+end
+
 --- How a request `{prompt_tokens, qps, tier}` would be routed. `live`: tables `factors`, `health`
 -- (if not there, the factors), `slots` and `in_flight` by class, each optional; `in_tier` are those
--- in flight of the request's own tier.
+-- in flight of the request's own tier; `splits` are the shares that the devices measured, by prompt
+-- length, in which the factors are already.
 --
 -- `bucket`, `band`: indexes; `base`: the shares of the policy, nil where it gives none; `shares`
 -- (they add up to 1); `class`, where the tier's preference settles it; `rule`: "preferred",
--- "policy", "relieved" (the policy's own classes are held back), "spilled" (they have no room),
--- "full" (none has), "unhealthy" (the factors leave nothing and are ignored); `headroom`.
+-- "measured" (by the splits), "policy", "relieved" (the policy's own classes are held back),
+-- "spilled" (they have no room), "full" (none has), "unhealthy" (the factors leave nothing and are
+-- ignored); `headroom`.
 function Router:weigh(request, live)
     local policy = self.policy
     local bucket, bucket_rule = step_of(policy.prompt_buckets, request.prompt_tokens)
@@ -194,7 +205,10 @@ function Router:weigh(request, live)
     decision.base = banded(self, bucket_rule, band_rule)
     if decision.class then
         decision.shares = { [decision.class] = 1 }
-    else
+        return decision
+    end
+    decision.shares, decision.rule = split(self, live.splits, request, headroom), "measured"
+    if not decision.shares then
         decision.shares, decision.rule =
             weighted(self, decision.base, factors, headroom, relief)
     end

@@ -3,6 +3,7 @@
 local cjson = require("cjson.safe")
 local classes = require("mirror.classes")
 local document = require("mirror.document")
+local policy_rules = require("mirror.policy_rules")
 local validation = require("mirror.validation")
 
 local _M = {}
@@ -73,6 +74,9 @@ local function check(candidate, now, stored)
     if candidate.degrade_level ~= nil and not is_whole(candidate.degrade_level, LEVEL_MAX) then
         refuse("degrade_level", candidate.degrade_level, "it must be 0, 1, 2 or 3")
     end
+    if candidate.splits ~= nil then
+        policy_rules.check_splits("splits", candidate.splits)
+    end
     if type(candidate.classes) ~= "table" then
         refuse("classes", candidate.classes, "it must be an object of classes")
     end
@@ -127,6 +131,7 @@ end
 local function view(stored)
     local live = { factors = {}, health = {}, slots = {} }
     live.degrade_level = stored.degrade_level or 0
+    live.splits = stored.splits
     for class, entry in pairs(stored.classes) do
         live.factors[class] = entry.factor
         live.health[class] = entry.health or entry.factor
@@ -137,7 +142,8 @@ local function view(stored)
 end
 
 --- What routing goes by: `factors`, `health` (the factor without what only evens out the load) and
--- `slots` by class, `degrade_level`, `is_stale`. All of it is empty and 0 where the document is
+-- `slots` by class, `degrade_level`, `is_stale`; `splits`, where there are some, are shares by
+-- prompt length that stand for those of the policy. All of it is empty and 0 where the document is
 -- older than `FRESH_S` or there is none.
 function Weights:live()
     local stored, version = self.document:get()

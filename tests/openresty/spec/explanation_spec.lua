@@ -9,6 +9,7 @@ local function explain(request, live, classes)
         slots = live.slots or {},
         in_flight = live.in_flight or {},
         in_tier = live.in_tier or {},
+        splits = live.splits,
         degrade_level = live.degrade_level or 0,
         is_stale = live.is_stale or false,
     })
@@ -54,6 +55,12 @@ describe("explanation", function()
             "so better ones take a part: cpu 0.600, gpu 0.400",
             { prompt_tokens = 90 },
             { factors = { gpu = 0.4 } },
+        },
+        {
+            "those of the measured devices (scheduler.split) x headroom, in place of the policy's:"
+                .. " cpu 0.250, gpu 0.750",
+            {},
+            { splits = { { shares = { cpu = 1, gpu = 3 } } } },
         },
         { "so they are ignored", {}, { factors = { cpu = 0, gpu = 0 } } },
     }

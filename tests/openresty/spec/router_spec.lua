@@ -156,6 +156,35 @@ describe("router", function()
         end
     end)
 
+    it("goes by the measured shares of the prompt's length, whatever the policy says", function()
+        local r = router.new(policy, ALL)
+        local splits = {
+            { below = 100, shares = { cpu = 0.25, tpu = 0.75 } },
+            { shares = { gpu = 1 } },
+        }
+        -- The factors are in these shares already.
+        local live = { splits = splits, factors = { cpu = 0.1, tpu = 1 } }
+        assert.same({ cpu = 0.25, gpu = 0, tpu = 0.75 }, shares(r, { prompt_tokens = 99 }, live))
+        assert.same({ cpu = 0, gpu = 1, tpu = 0 }, shares(r, { prompt_tokens = 100 }, live))
+        assert.equal("measured", r:weigh({ prompt_tokens = 100 }, live).rule)
+        local run = shares_of(function()
+            return (r:choose({ prompt_tokens = 10 }, live))
+        end, 1000)
+        assert.is_true(math.abs(run.cpu - 250) <= 1)
+        local vip = r:weigh({ prompt_tokens = 10, tier = "vip" }, live)
+        assert.equal("preferred", vip.rule)
+    end)
+
+    it("goes by the policy where the measured classes are full or not there", function()
+        local live = { splits = { { shares = { tpu = 1 } } }, factors = { cpu = 0 } }
+        local r = router.new(policy, { "cpu", "gpu" })
+        assert.equal("policy", r:weigh({ prompt_tokens = 1 }, live).rule)
+        assert.same({ cpu = 0, gpu = 1 }, shares(r, { prompt_tokens = 1 }, live))
+        live.slots, live.in_flight = { tpu = 2 }, { tpu = 2 }
+        r = router.new(policy, ALL)
+        assert.same({ cpu = 0, gpu = 1, tpu = 0 }, shares(r, { prompt_tokens = 1 }, live))
+    end)
+
     it("gives a full class nothing while another has room", function()
         local r = router.new(policy, ALL)
         local live = { slots = { cpu = 8 }, in_flight = { cpu = 8 } }

@@ -41,6 +41,17 @@ describe("weight document", function()
         assert.is_false(live.is_stale)
     end)
 
+    it("gives the measured shares, as long as it is fresh", function()
+        local short = { below = 50, shares = { cpu = 0.4, gpu = 0.6 } }
+        local splits = { short, { shares = { gpu = 1 } } }
+        assert.is_true(store:put(sent({ splits = splits })))
+        assert.same(splits, store:live().splits)
+        ngx.advance(5.1)
+        assert.is_nil(store:live().splits)
+        assert.is_true(store:put(sent()))
+        assert.is_nil(store:live().splits)
+    end)
+
     it("counts for nothing where there is none, or it is over 5 s old", function()
         assert.is_true(store:live().is_stale)
         assert.is_nil(store:age_s())
@@ -104,6 +115,27 @@ describe("weight document", function()
         {
             "slots is %-1",
             function() return sent({ classes = { cpu = { factor = 1, slots = -1 } } }) end,
+        },
+        { "splits", function() return sent({ splits = "all" }) end },
+        { "splits", function() return sent({ splits = {} }) end },
+        {
+            "splits%[1%].shares.cpu is %-1",
+            function() return sent({ splits = { { shares = { cpu = -1 } } } }) end,
+        },
+        {
+            "splits%[1%].shares",
+            function() return sent({ splits = { { shares = { cpu = 0 } } } }) end,
+        },
+        {
+            "splits%[1%].below",
+            function() return sent({ splits = { { below = 9, shares = { cpu = 1 } } } }) end,
+        },
+        {
+            "splits%[2%].below",
+            function()
+                local step = { below = 9, shares = { cpu = 1 } }
+                return sent({ splits = { step, step, { shares = { cpu = 1 } } } })
+            end,
         },
         {
             'temperature_c is "hot"',

@@ -47,7 +47,9 @@ class HotGpus(Gpus):
 class Bench:
     """A probe whose clock the test moves on."""
 
-    def __init__(self, edge: SmallEdge, directory: Path, **probe: Any) -> None:
+    def __init__(
+        self, edge: SmallEdge, directory: Path, split: str = "policy", **probe: Any
+    ) -> None:
         self.edge = edge
         self.now = 100.0
         self.host = StillHost()
@@ -55,7 +57,11 @@ class Bench:
         self.token.write_text(TOKEN)
         port = edge.server_port
         config = Config.model_validate(
-            {"pools": {"cpu": {}, "gpu": {"engine": "emulated"}}, "probe": probe}
+            {
+                "pools": {"cpu": {}, "gpu": {"engine": "emulated"}},
+                "probe": probe,
+                "scheduler": {"split": split},
+            }
         )
         self.webhook = Webhook(f"http://127.0.0.1:{port}/hook", first_pause_s=0.05)
         self.probe = Probe(
@@ -124,6 +130,20 @@ def test_document_has_what_is_known_and_nothing_else(bench: Bench) -> None:
         "degrade_level": 0,
         "draft_factor": 1.0,
     }
+
+
+def test_measured_shares_are_in_the_document_where_they_are_asked_for(
+    edge: SmallEdge, tmp_path: Path
+) -> None:
+    pace = {"curve": [[1, 0.01]], "prefill_tok_s": 1000.0}
+    told = [worker(name, pace=pace) for name in ("cpu", "gpu")]
+    for split in ("policy", "measured"):
+        bench = Bench(edge, tmp_path, split=split)
+        edge.state = {"workers": told, "queues": [], "edge": {"qps": {"all": 0.0}}}
+        document = bench.run()
+        assert document is not None
+        shares = [item["shares"] for item in document.get("splits", [])]
+        assert len(shares) == (4 if split == "measured" else 0)
 
 
 def test_sensors_of_this_machine_say_nothing_of_an_emulated_class(bench: Bench) -> None:
