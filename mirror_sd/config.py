@@ -101,13 +101,18 @@ class EmulationConfig(_Section):
 
 
 class PoolConfig(_Section):
-    engine: Literal["auto", "native", "torch", "transformers", "reference", "emulated"] = Field(
+    engine: Literal[
+        "auto", "native", "torch", "xla", "onnxruntime", "transformers", "reference", "emulated"
+    ] = Field(
         "auto",
-        description="back end of the workers; auto: native on the CPU, else torch; "
-        "emulated computes nothing and paces itself by `emulation`",
+        description="back end of the workers; auto: native on the CPU, xla on a TPU, else "
+        "torch; emulated computes nothing and paces itself by `emulation`",
     )
     device: str = Field(
-        "auto", description="torch device of the workers; auto: the pool's class must be there"
+        "auto",
+        description="device of the workers as torch names it (xla: cpu, tpu or cuda; onnxruntime: "
+        "cpu, cuda, trt or openvino); auto: the pool's class must be there; with engine xla: what "
+        "JAX finds",
     )
     precision: Precision = Field(
         "auto",
@@ -120,6 +125,9 @@ class PoolConfig(_Section):
     pin: bool = Field(True, description="pin each worker to its cores")
     cores: tuple[int, ...] | None = Field(
         None, min_length=1, description="CPU numbers that the workers share; default: all"
+    )
+    allocator: Literal["auto", "jemalloc", "glibc"] = Field(
+        "auto", description="malloc of CPU workers; auto: jemalloc where it is installed"
     )
     emulation: EmulationConfig = EmulationConfig()
 
@@ -141,6 +149,9 @@ class EngineConfig(_Section):
         1.6, gt=1, le=100, description="longest step with a segment, in steps without one"
     )
     prefix_reuse: bool = Field(True, description="keep finished KV blocks for equal prefixes")
+    shed_above: float = Field(
+        0.92, gt=0, le=1, description="used host memory from which CPU workers give up prefixes"
+    )
 
 
 class SpeculationConfig(_Section):

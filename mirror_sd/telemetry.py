@@ -137,6 +137,10 @@ BATCH_TOKENS = _histogram(
     (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024),
     ("class",),
 )
+XLA_COMPILATIONS = _counter(
+    "mirror_worker_xla_compilations_total",
+    "Programs that the xla engine compiled or read; only before its first forward.",
+)
 STEP_SECONDS = _histogram(
     "mirror_worker_step_seconds",
     "Duration of one engine step.",
@@ -192,6 +196,17 @@ KV_USED = _gauge("mirror_worker_kv_blocks_used", "KV blocks held by sequences.",
 KV_FREE = _gauge(
     "mirror_worker_kv_blocks_free", "KV blocks free or holding only reusable prefixes.", ("class",)
 )
+KV_PEAK = _gauge(
+    "mirror_worker_kv_blocks_peak", "Most KV blocks that sequences held at once.", ("class",)
+)
+KV_SHED = _counter(
+    "mirror_worker_kv_blocks_shed_total",
+    "KV blocks of reusable prefixes given up because host memory was short.",
+    ("class",),
+)
+MEMORY_PEAK = _gauge(
+    "mirror_worker_memory_peak_bytes", "Most memory that the workers had resident.", ("class",)
+)
 PREFIX_HITS = _counter(
     "mirror_worker_prefix_cached_tokens_total",
     "Prompt tokens found in the prefix cache.",
@@ -201,6 +216,9 @@ PREEMPTIONS = _counter(
     "mirror_worker_preemptions_total", "Sequences displaced for want of KV blocks.", ("class",)
 )
 RUNNING = _gauge("mirror_worker_running_sequences", "Sequences in the engine.", ("class",))
+ALLOCATOR_INFO = _gauge(
+    "mirror_worker_allocator_info", "1 for each live worker's malloc.", ("class", "allocator")
+)
 ENGINE_INFO = _gauge(
     "mirror_worker_engine_info",
     "1 for each live worker's engine.",
