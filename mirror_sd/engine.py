@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
 
+from mirror_sd import admission
 from mirror_sd.backends.protocol import Backend, Capabilities, DraftHead
 from mirror_sd.config import Config, EngineConfig, SpeculationConfig
 from mirror_sd.engine_backend import create_backend
 from mirror_sd.engine_metrics import EngineMetrics
 from mirror_sd.engine_stats import EngineStats
-from mirror_sd.errors import ContextLengthExceeded, InvalidRequest
-from mirror_sd.memory.block_pool import BlockPool
+from mirror_sd.host_memory import HostMemory
+from mirror_sd.kv_memory import KvMemory
 from mirror_sd.memory.prefix_cache import PrefixCache
 from mirror_sd.messages import Chunk, DeviceHealth, Finished, SamplingParams, SequenceUsage, Submit
 from mirror_sd.speculative import drafters
@@ -54,11 +54,13 @@ class Engine:
         slots: int,
         head: DraftHead | None = None,
         remote: RemoteDrafting | None = None,
+        host: HostMemory | None = None,
         choosers: Callable[[SamplingParams, Iterable[int]], TokenChooser] = open_chooser,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`choosers`: how tokens are chosen, given the parameters and what was generated before.
-        `head`: a draft head made for this back end's model. `remote`: drafters elsewhere."""
+        `head`: a draft head made for this back end's model. `remote`: drafters elsewhere.
+        `host`: whose memory is watched."""
         self._backend = backend
         self.capabilities: Capabilities = backend.capabilities
         self.model_name = model_name
@@ -70,13 +72,16 @@ class Engine:
         self._prefill_chunk = engine.prefill_chunk
         self._segment_above = engine.segment_above
         size = engine.block_size
-        longest = -(-self.capabilities.max_context // size) * slots
-        block_bytes = backend.kv_bytes_per_block(size)
-        if head is not None:
-            block_bytes += head.kv_bytes_per_block(size)
-        blocks = max(min(engine.kv_cache_mb * 2**20 // block_bytes, longest), 1)
-        backend.allocate_kv(blocks, size)
-        self._pool = BlockPool(blocks)
+        self._memory = KvMemory(
+            backend,
+            engine,
+            slots=slots,
+            device_class=device_class,
+            clock=clock,
+            head=head,
+            host=host,
+        )
+        self._pool, blocks = self._memory.pool, self._memory.arena.blocks
         self._cache = PrefixCache(self._pool, size, engine.prefix_reuse)
         self._drafters = (
             drafters.create(speculation, has_head=head is not None, has_remote=remote is not None)
@@ -147,6 +152,7 @@ class Engine:
             waiting=len(self._waiting),
             kv_blocks_used=self._pool.used,
             kv_blocks_free=self._pool.free,
+            kv_blocks_peak=self._pool.high_water,
             steps=self._steps,
             tokens=self._tokens,
             draft_s=self._draft_s,
@@ -161,7 +167,8 @@ class Engine:
 
     def add(self, submit: Submit) -> None:
         """Queue a sequence. Raises `InvalidRequest` if it can never run here."""
-        self._check(submit)
+        running = (s.request_id for s in (*self._waiting, *self._loop.running))
+        admission.check(submit, self.model_name, self.max_context, self.capabilities, running)
         params = submit.params
         # A resumed request may have lost only its last frame, `Finished`.
         length = len(submit.prompt) + len(submit.delivered)
@@ -240,34 +247,6 @@ class Engine:
                 sequence.hint(index, tokens)
                 return
 
-    def _check(self, submit: Submit) -> None:
-        if submit.model != self.model_name:
-            raise InvalidRequest(
-                f"this worker serves {self.model_name!r}, not {submit.model!r}", param="model"
-            )
-        known = [s.request_id for s in (*self._waiting, *self._loop.running)]
-        if submit.request_id in known:
-            raise InvalidRequest(f"request {submit.request_id} is already running")
-        if not submit.prompt:
-            raise InvalidRequest("the prompt is empty; at least one token is needed")
-        if submit.params.max_tokens < 1:
-            raise InvalidRequest(
-                f"max_tokens is {submit.params.max_tokens}; at least 1 is needed",
-                param="max_tokens",
-            )
-        if not math.isfinite(submit.params.temperature) or math.isnan(submit.params.top_p):
-            raise InvalidRequest("temperature and top_p must be finite numbers")
-        if len(submit.prompt) >= self.max_context:
-            raise ContextLengthExceeded(
-                f"the prompt has {len(submit.prompt)} tokens; this worker's context of"
-                f" {self.max_context}"
-                " must leave room for an answer"
-            )
-        vocab = self.capabilities.vocab_size
-        for token in (*submit.prompt, *submit.delivered, *submit.params.logit_bias):
-            if not 0 <= token < vocab:
-                raise InvalidRequest(f"token id {token} is outside the vocabulary of {vocab}")
-
     def abort(self, request_id: str) -> None:
         """Drop a sequence at once and free its blocks; an unknown id is ignored (it may just have
         finished)."""
@@ -293,6 +272,7 @@ class Engine:
     def step(self) -> list[Output]:
         """Admit, run one forward, return what it produced."""
         outputs, self._finished_early = self._finished_early, []
+        self._memory.relieve(self._loop)
         self._admit()
         begin = self._clock()
         made = self._loop.step()
@@ -380,6 +360,7 @@ def build_on(
         model_name=config.model.served_name or files.name,
         device_class=device_class,
         slots=config.scheduler.max_batch_size.of(device_class),
+        host=HostMemory(),
         head=draft_store.open_head(
             config,
             files,

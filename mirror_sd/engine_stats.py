@@ -10,7 +10,8 @@ from mirror_sd.messages import Pace
 @dataclass(frozen=True, slots=True)
 class EngineStats:
     """`steps`, `tokens` (generated) and the seconds spent on drafting, and in forwards, count since
-    the start; the rest is of now. `pace` is None before anything was measured."""
+    the start; the rest is of now. `pace` is None before anything was measured. `kv_blocks_peak`:
+    the most that were used at once."""
 
     running: int
     waiting: int
@@ -22,3 +23,4 @@ class EngineStats:
     verify_s: float = 0.0
     history_bytes: int = 0
     pace: Pace | None = None
+    kv_blocks_peak: int = 0

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 
 from prometheus_client import multiprocess
 
-from mirror_sd import logs, openmp, telemetry
+from mirror_sd import allocator, logs, openmp, telemetry
 from mirror_sd.child import CANNOT_START, Child, ChildSpec, Death, Waker
 from mirror_sd.config import PoolConfig
 from mirror_sd.errors import ConfigError, SetupError
@@ -139,8 +139,20 @@ def worker_spec(device_class: str, pool: PoolConfig, cores: Sequence[int], index
         "MIRROR_SD_ROLE": "worker",
         "MIRROR_SD_CLASS": device_class,
         **openmp.environment(threads),
+        **allocation(device_class, pool),
     }
     return ChildSpec(name=f"worker-{device_class}-{index}", argv=argv, env=env)
+
+
+def allocation(device_class: str, pool: PoolConfig) -> dict[str, str]:
+    """The variables by which the workers of a CPU get their malloc. Raises `ConfigError` where the
+    one that is asked for is not there."""
+    if device_class != "cpu" or pool.engine == "emulated":
+        return {}
+    try:
+        return allocator.environment(pool.allocator)
+    except ConfigError as error:
+        raise ConfigError(f"pools.{device_class}.allocator: {error.message}") from error
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -157,10 +169,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if settings is None:
             raise ConfigError(f"no pool {device_class!r} is configured")
         cores = chosen_cores(settings.cores, f"pools.{device_class}.cores")
+        specs = [worker_spec(device_class, settings, cores, i) for i in range(settings.workers)]
     except SetupError as error:
         _log.error("the pool %s cannot start: %s", device_class, error.message)
         return CANNOT_START
-    specs = [worker_spec(device_class, settings, cores, i) for i in range(settings.workers)]
+    _tell_allocator(device_class, settings, specs)
     waker = Waker()
     waker.install()
     pool = Pool(
@@ -172,6 +185,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: pool.stop())
     return pool.run()
+
+
+def _tell_allocator(device_class: str, pool: PoolConfig, specs: Sequence[ChildSpec]) -> None:
+    computes = device_class == "cpu" and pool.engine != "emulated"
+    if computes and pool.allocator == "auto" and "LD_PRELOAD" not in specs[0].env:
+        _log.warning(
+            "the workers run on glibc's malloc: jemalloc, which gives back more of what was freed,"
+            " is not found; %s",
+            allocator.HOW_TO_INSTALL,
+        )
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from mirror_sd import telemetry
+from mirror_sd import allocator, telemetry
 from mirror_sd.backends.protocol import Capabilities
 from mirror_sd.engine_stats import EngineStats
 from mirror_sd.errors import BY_CODE, CapacityError, InvalidRequest, MirrorError
@@ -46,7 +46,11 @@ class Gauges:
         self._running = telemetry.RUNNING.labels(device_class)
         self._kv_used = telemetry.KV_USED.labels(device_class)
         self._kv_free = telemetry.KV_FREE.labels(device_class)
+        self._kv_peak = telemetry.KV_PEAK.labels(device_class)
+        self._memory_peak = telemetry.MEMORY_PEAK.labels(device_class)
         self._history = telemetry.HISTORY_BYTES.labels(device_class)
+        malloc = allocator.running() or "unknown"
+        telemetry.ALLOCATOR_INFO.labels(device_class, malloc).set(1)
         telemetry.ENGINE_INFO.labels(
             device_class,
             capabilities.name,
@@ -59,6 +63,10 @@ class Gauges:
         self._running.set(stats.running)
         self._kv_used.set(stats.kv_blocks_used)
         self._kv_free.set(stats.kv_blocks_free)
+        self._kv_peak.set(stats.kv_blocks_peak)
+        peak = allocator.peak_bytes()
+        if peak is not None:
+            self._memory_peak.set(peak)
         self._history.set(stats.history_bytes)
 
 

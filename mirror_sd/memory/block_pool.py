@@ -13,7 +13,7 @@ The block-manager shape is nano-vllm's, the published-block idea vLLM's automati
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
 
 
@@ -22,13 +22,20 @@ class OutOfBlocks(Exception):
 
 
 class BlockPool:
-    """Blocks `0 .. num_blocks - 1`. Not thread-safe: one engine owns it."""
+    """Blocks `0 .. num_blocks - 1`. Not thread-safe: one engine owns it.
+
+    `limit`: most blocks that `allocate` lets be used, all at first; it may be set below what is
+    used. `high_water`: most that were used at once.
+    """
 
     def __init__(self, num_blocks: int) -> None:
         if num_blocks < 1:
             raise ValueError(f"num_blocks is {num_blocks}; at least 1 is needed")
         self.num_blocks = num_blocks
-        self._free: deque[int] = deque(range(num_blocks))
+        # The last one freed comes first: its memory is there, others may never have been touched.
+        self._free: list[int] = list(reversed(range(num_blocks)))
+        self.limit = num_blocks
+        self.high_water = 0
         self._references: dict[int, int] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._key_of: dict[int, bytes] = {}
@@ -37,7 +44,8 @@ class BlockPool:
     @property
     def free(self) -> int:
         """Blocks that `allocate` can still hand out."""
-        return len(self._free) + len(self._cached)
+        there = len(self._free) + len(self._cached)
+        return max(min(there, self.limit - len(self._references)), 0)
 
     @property
     def used(self) -> int:
@@ -46,14 +54,16 @@ class BlockPool:
 
     def allocate(self) -> int:
         """A block with one reference and no key; raises `OutOfBlocks`."""
+        if len(self._references) >= self.limit:
+            raise OutOfBlocks(f"{self.limit} KV blocks are in use, and there may be no more now")
         if self._free:
-            block = self._free.popleft()
+            block = self._free.pop()
         elif self._cached:
             block, _ = self._cached.popitem(last=False)
             del self._block_of[self._key_of.pop(block)]
         else:
             raise OutOfBlocks(f"all {self.num_blocks} KV blocks are in use")
-        self._references[block] = 1
+        self._reference(block)
         return block
 
     def retain(self, block: int) -> None:
@@ -62,9 +72,13 @@ class BlockPool:
             self._references[block] += 1
         elif block in self._cached:
             del self._cached[block]
-            self._references[block] = 1
+            self._reference(block)
         else:
             raise ValueError(f"block {block} is free and cannot be retained")
+
+    def _reference(self, block: int) -> None:
+        self._references[block] = 1
+        self.high_water = max(self.high_water, len(self._references))
 
     def release(self, block: int) -> None:
         """Drop a reference; the last one makes the block cached if it is published, else free."""
@@ -100,12 +114,14 @@ class BlockPool:
         """The block published under `key`, not yet retained."""
         return self._block_of.get(key)
 
-    def forget_cached(self) -> None:
-        """Turn all cached blocks into free ones."""
-        for block in self._cached:
+    def forget_cached(self) -> list[int]:
+        """Turn all cached blocks into free ones; which they were."""
+        blocks = list(self._cached)
+        for block in blocks:
             del self._block_of[self._key_of.pop(block)]
-            self._free.append(block)
+        self._free.extend(blocks)
         self._cached.clear()
+        return blocks
 
     def check_integrity(self, tables: Iterable[Iterable[int]]) -> None:
         """Raise `RuntimeError` unless `tables`, all block tables in existence, account for every

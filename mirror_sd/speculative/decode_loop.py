@@ -165,6 +165,10 @@ class DecodeLoop:
             head.forget(block)
         return block
 
+    def preempt_last(self) -> None:
+        """Displace the running sequence of lowest priority."""
+        self._preempt(max(self.running, key=lambda sequence: sequence.priority))
+
     def _preempt(self, victim: Sequence) -> None:
         logger.info("request %s: displaced for want of KV blocks", victim.request_id)
         self.retire(victim)

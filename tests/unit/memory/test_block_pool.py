@@ -41,6 +41,50 @@ def test_the_oldest_cached_block_is_reclaimed_first():
     assert [pool.allocate() for _ in range(3)] == [blocks[1], blocks[0], blocks[2]]
 
 
+def test_blocks_that_were_used_are_used_again_before_others():
+    pool = BlockPool(8)
+    first = [pool.allocate() for _ in range(3)]
+    for block in first:
+        pool.release(block)
+    assert {pool.allocate() for _ in range(3)} == set(first)
+
+
+def test_the_most_that_was_used_is_remembered():
+    pool = BlockPool(4)
+    blocks = [pool.allocate() for _ in range(3)]
+    pool.publish(blocks[0], b"x")
+    for block in blocks:
+        pool.release(block)
+    assert (pool.used, pool.high_water) == (0, 3)
+    pool.retain(blocks[0])
+    assert pool.high_water == 3
+
+
+def test_no_more_blocks_than_the_limit_are_given():
+    pool = BlockPool(4)
+    blocks = [pool.allocate() for _ in range(3)]
+    pool.limit = 2
+    assert pool.free == 0
+    with pytest.raises(OutOfBlocks, match="2 KV blocks"):
+        pool.allocate()
+    pool.release(blocks.pop())
+    assert pool.free == 0
+    pool.release(blocks.pop())
+    assert pool.free == 1 and pool.allocate() is not None
+    pool.limit = 4
+    assert pool.free == 2
+
+
+def test_forgotten_prefixes_are_told():
+    pool = BlockPool(3)
+    blocks = [pool.allocate() for _ in range(3)]
+    for index in (1, 2):
+        pool.publish(blocks[index], bytes([index]))
+        pool.release(blocks[index])
+    assert pool.forget_cached() == blocks[1:]
+    assert pool.forget_cached() == [] and pool.find(bytes([1])) is None
+
+
 @pytest.mark.parametrize("act", ["release", "retain", "publish"])
 def test_misuse_of_a_free_block_is_an_error(act):
     pool = BlockPool(2)
@@ -75,7 +119,8 @@ class PoolMachine(RuleBasedStateMachine):
         try:
             self.tables[who].append(self.pool.allocate())
         except OutOfBlocks:
-            assert self.pool.free == 0 and self.pool.used == 6
+            assert self.pool.free == 0
+            assert self.pool.used == 6 or self.pool.used >= self.pool.limit
 
     @rule(who=st.integers(0, 2), key=st.integers(0, 3))
     def publish(self, who: int, key: int) -> None:
@@ -100,9 +145,14 @@ class PoolMachine(RuleBasedStateMachine):
     def shed(self) -> None:
         self.pool.forget_cached()
 
+    @rule(limit=st.integers(1, 6))
+    def limit(self, limit: int) -> None:
+        self.pool.limit = limit
+
     @invariant()
     def sound(self) -> None:
         self.pool.check_integrity(self.tables)
+        assert self.pool.used <= self.pool.high_water
 
 
 PoolMachine.TestCase.settings = settings(max_examples=60, deadline=None)
