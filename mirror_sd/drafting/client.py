@@ -142,11 +142,11 @@ class DraftClient:
             if now >= peer.ask_again_at:
                 peer.ask_again_at = now + _ASK_ANEW_S
                 self._send(peer, self._hello)
-        elif peer.asked_at is not None:
-            if now - peer.asked_at >= _SILENT_S:
-                self._lose(peer, f"it has said nothing for {_SILENT_S:g} s")
-        elif peer.sessions and now - peer.heard_at >= _ASK_S and self._send(peer, self._hello):
-            peer.asked_at = now
+        elif peer.asked_at is None and now - peer.heard_at >= _ASK_S:
+            if self._send(peer, self._hello):
+                peer.asked_at = now
+            else:
+                self._lose(peer, "the connection is lost")
 
     def _send(self, peer: _Peer, data: bytes) -> bool:
         try:
@@ -162,6 +162,9 @@ class DraftClient:
         for peer in self._peers:
             if peer.socket in ready:
                 self._read(peer, proposals)
+            # Only now: what it said may have waited here for as long.
+            if peer.asked_at is not None and self._clock() - peer.asked_at >= _SILENT_S:
+                self._lose(peer, f"it has said nothing for {_SILENT_S:g} s")
         gone, self._gone = self._gone, []
         return proposals, gone
 

@@ -147,8 +147,8 @@ class RemoteDrafting:
 
     def tend(self) -> None:
         """Look after the connections while nothing is drafted."""
-        self._link.flush()
         self._receive(0.0)
+        self._link.flush()
 
     def take_counts(self) -> RemoteCounts:
         """Since the last time."""

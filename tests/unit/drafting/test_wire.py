@@ -1,0 +1,270 @@
+"""Verifiers and drafters over real sockets: lost, hung, refused, fed garbage."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+
+import pytest
+import zmq
+
+from mirror_sd.drafting.client import DraftClient
+from mirror_sd.drafting.frames import (
+    Commit,
+    Hello,
+    Open,
+    Proposals,
+    Ready,
+    Refused,
+    Update,
+    decode_from_drafter,
+    decode_to_drafter,
+    encode,
+)
+from mirror_sd.drafting.server import DraftServer
+from mirror_sd.errors import ConfigError, ProtocolError
+from tests.unit.drafting.drafters import drafter, request
+from tests.unit.drafting.test_draft_engine import continuation
+
+HELLO = Hello(verifier="v", vocab_size=64, tokenizer="words")
+
+
+@contextlib.contextmanager
+def serving(endpoint, engine=None, tokenizer="words"):
+    server = DraftServer(engine or drafter(), endpoint, tokenizer=tokenizer, device_class="cpu")
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.stop()
+        thread.join(5)
+        assert not thread.is_alive()
+
+
+@contextlib.contextmanager
+def connected(*endpoints, hello=HELLO):
+    client = DraftClient([(f"d{i}", endpoint) for i, endpoint in enumerate(endpoints)], hello)
+    try:
+        yield client
+    finally:
+        client.close_all()
+
+
+def until(client, claim, timeout_s=5.0, what=""):
+    """Turns the client's wheel until `claim` of what came holds: proposals, and who is gone."""
+    proposals, gone = [], []
+    deadline = time.monotonic() + timeout_s
+    while not claim(proposals, gone):
+        assert time.monotonic() < deadline, f"not in time: {what}"
+        client.flush()
+        more, lost = client.receive(0.01)
+        proposals += more
+        gone += lost
+    return proposals, gone
+
+
+def ready(client, count=1):
+    until(client, lambda *_: client.ready == count, what=f"{count} drafters")
+
+
+@pytest.fixture
+def endpoint(tmp_path):
+    return f"ipc://{tmp_path}/d0.sock"
+
+
+def test_a_session_is_drafted_for_from_its_opening_to_its_end(endpoint):
+    engine = drafter()
+    with serving(endpoint, engine), connected(endpoint) as client:
+        ready(client)
+        assert client.open(request([5, 6, 7], session=3))
+        found, _ = until(client, lambda p, _: p and len(p[-1].lines[0].tokens) >= 10)
+        expected = continuation([5, 6, 7], 5)
+        assert list(found[-1].lines[0].tokens[:5]) == expected
+        client.commit(Commit(3, 3, tuple(expected), 4))
+        found, _ = until(client, lambda p, _: p and p[-1].base == 8)
+        client.close(3)
+        until(client, lambda *_: engine.sessions == 0)
+
+
+@pytest.mark.parametrize("endpoints", ["ipc", "tcp"])
+def test_many_verifiers_share_drafters_and_each_gets_its_own_drafts(tmp_path, endpoints):
+    if endpoints == "tcp":
+        from mirror_sd.supervisor.preflight import free_ports
+
+        places = [f"tcp://127.0.0.1:{port}" for port in free_ports(2)]
+    else:
+        places = [f"ipc://{tmp_path}/a.sock", f"ipc://{tmp_path}/b.sock"]
+    engines = [drafter(), drafter()]
+    with (
+        serving(places[0], engines[0]),
+        serving(places[1], engines[1]),
+        connected(*places) as one,
+        connected(*places) as two,
+    ):
+        for client, begin in ((one, 10), (two, 30)):
+            ready(client, 2)
+            for session in (1, 2):
+                assert client.open(request([begin + session], session=session))
+            client.flush()
+        for client, begin in ((one, 10), (two, 30)):
+            found, _ = until(client, lambda p, _: {1, 2} <= {item.session for item in p})
+            for item in found:
+                tokens = item.lines[0].tokens
+                assert list(tokens) == continuation([begin + item.session], len(tokens))
+        assert [engine.sessions for engine in engines] == [2, 2]
+
+
+def test_garbage_from_a_stranger_harms_nobody(endpoint):
+    with (
+        serving(endpoint) as server,
+        connected(endpoint) as client,
+        zmq.Context() as context,
+        context.socket(zmq.DEALER) as stranger,
+    ):
+        ready(client)
+        client.open(request([5, 6, 7], session=3))
+        stranger.linger = 0
+        stranger.connect(endpoint)
+        for junk in (
+            b"",
+            b"\x00",
+            b"\x01",
+            b"\x01\xc1",
+            b"GET / HTTP/1.1\r\n\r\n",
+            b"\x01" + b"\x91" * 5000,
+            encode(Ready(instance="x", device="d", engine="e", precision="p", max_context=1)),
+            encode(Update(closed=(3,), commits=(Commit(3, 0, (1,), 4),))),
+            encode(HELLO)[:-3],
+        ):
+            stranger.send(junk)
+        stranger.send_multipart([b"\x01", b"two", b"three"])
+        stranger.send(encode(HELLO))
+        # A stranger that has said hello is a verifier like others, and its sessions its own.
+        for bad in (
+            Update(closed=(3, 3, 99)),
+            Update(opened=(request([], session=3), request([99], session=4))),
+            Update(opened=(request([5], session=-1, length=-1),)),
+            Update(commits=(Commit(3, 3, (1,), 4), Commit(2**63, -(2**63), (), 0))),
+        ):
+            stranger.send(encode(bad))
+        found, gone = until(client, lambda p, _: p and len(p[-1].lines[0].tokens) >= 10)
+        assert gone == []
+        assert list(found[-1].lines[0].tokens) == continuation([5, 6, 7], 10)
+        answers = [decode_from_drafter(stranger.recv()) for _ in range(3)]
+        assert all(isinstance(answer, Refused | Ready) for answer in answers)
+        assert server._engine.sessions >= 1
+
+
+def test_a_drafter_of_another_tokenizer_is_not_drafted_with(endpoint, caplog):
+    with serving(endpoint, tokenizer="other words"), connected(endpoint) as client:
+        with pytest.raises(AssertionError):
+            until(client, lambda *_: client.ready, timeout_s=0.5)
+        assert not client.open(request())
+
+
+def test_a_drafter_that_has_no_room_refuses_and_keeps_the_others(endpoint):
+    with serving(endpoint, drafter(sessions=1)), connected(endpoint) as client:
+        ready(client)
+        client.open(request([5, 6, 7], session=1))
+        client.open(request([5, 6, 7], session=2))
+        found, gone = until(client, lambda p, g: p and g)
+        assert gone == [2] and {item.session for item in found} == {1}
+
+
+def test_sessions_of_a_drafter_that_ended_are_gone_and_its_successor_takes_new_ones(endpoint):
+    with connected(endpoint) as client:
+        with serving(endpoint):
+            ready(client)
+            client.open(request([5, 6, 7], session=1))
+            until(client, lambda p, _: p)
+        _, gone = until(client, lambda _, g: g, what="the loss is seen")
+        assert gone == [1] and client.ready == 0 and not client.open(request(session=2))
+        with serving(endpoint):
+            ready(client)
+            assert client.open(request([5, 6, 7], session=3))
+            found, _ = until(client, lambda p, _: p)
+            assert found[-1].session == 3
+
+
+def test_a_drafter_that_hangs_is_given_up_and_taken_back_when_it_answers(endpoint):
+    engine = drafter()
+    goes_on = threading.Event()
+    goes_on.set()
+    step = engine.step
+
+    def hanging():
+        goes_on.wait()
+        return step()
+
+    engine.step = hanging
+    with serving(endpoint, engine), connected(endpoint) as client:
+        ready(client)
+        client.open(request([5, 6, 7], session=1))
+        until(client, lambda p, _: p)
+        goes_on.clear()
+        client.was_late([1])
+        client.was_late([1])
+        assert not client.is_answering(1)
+        _, gone = until(client, lambda _, g: g, what="it is given up")
+        assert gone == [1] and client.ready == 0
+        goes_on.set()
+        ready(client)
+        until(client, lambda *_: engine.sessions == 0, what="its old session has ended")
+
+
+def test_a_drafter_that_sends_garbage_is_left_alone(endpoint):
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as evil:
+        evil.linger = 0
+        evil.bind(endpoint)
+        with connected(endpoint) as client:
+            deadline = time.monotonic() + 5
+            while not evil.poll(10):
+                client.flush()
+                assert time.monotonic() < deadline
+            verifier, hello = evil.recv_multipart()
+            assert decode_to_drafter(hello) == HELLO
+            good = Ready(instance="x", device="d", engine="e", precision="p", max_context=512)
+            evil.send_multipart([verifier, encode(good)])
+            ready(client)
+            client.open(request(session=1))
+            foreign = drafter()
+            foreign.open(7, request(session=7))
+            evil.send_multipart([verifier, encode(Proposals(items=(foreign.step()[0][1],)))])
+            for junk in (b"", b"\x02\x80", b"\x01junk"):
+                evil.send_multipart([verifier, junk])
+            evil.send_multipart([verifier, b"\x01", b"more"])
+            found, gone = until(client, lambda _, g: g)
+            assert found == [] and gone == [1] and client.bad_frames >= 3
+            evil.send_multipart([verifier, encode(good)])
+            with pytest.raises(AssertionError):
+                until(client, lambda *_: client.ready, timeout_s=0.3)
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"\x02", b"\x01", b"\x01\x80", b"\x01" + b"\xff" * 9, b"\x01\x93" * 4000]
+)
+def test_what_is_no_frame_is_told_as_one_error(data):
+    for decode in (decode_to_drafter, decode_from_drafter):
+        with pytest.raises(ProtocolError):
+            decode(data)
+
+
+def test_frames_are_what_they_were(endpoint):
+    for frame in (
+        HELLO,
+        Update(closed=(1,), opened=(request(),), commits=(Commit(1, 2, (3,), 4),)),
+    ):
+        assert decode_to_drafter(encode(frame)) == frame
+    assert isinstance(decode_to_drafter(encode(Update(opened=(request(),)))).opened[0], Open)
+
+
+def test_an_endpoint_that_is_taken_is_an_error_that_names_it():
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as other:
+        port = other.bind_to_random_port("tcp://127.0.0.1")
+        server = DraftServer(
+            drafter(), f"tcp://127.0.0.1:{port}", tokenizer="w", device_class="cpu"
+        )
+        with pytest.raises(ConfigError, match=f"cannot listen on tcp://127.0.0.1:{port}"):
+            server.run()
