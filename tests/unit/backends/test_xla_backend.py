@@ -1,0 +1,181 @@
+"""The XLA back end: right, compiled once, and the same bits in any batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mirror_sd.backends import registry
+from mirror_sd.backends.protocol import RaggedBatch
+from mirror_sd.backends.reference_backend import ReferenceBackend
+from mirror_sd.backends.xla import buckets
+from mirror_sd.backends.xla.buckets import NARROW, WIDE, Bucket
+from mirror_sd.errors import ConfigError
+from mirror_sd.model_store import ModelFiles
+from mirror_sd.uir import program
+from mirror_sd.uir.precision_plan import PrecisionPlan
+from tests.unit.backends import test_bit_stability as stability
+from tests.unit.backends.test_torch_backend import BAD, GOOD, batch, ints
+
+FEW = (Bucket(8, 8, NARROW), Bucket(32, 8, NARROW), Bucket(2 * WIDE, 2, WIDE))
+FAMILIES: dict[str, dict[str, Any]] = {
+    "LlamaConfig": {},
+    "Qwen2Config": {},
+    "Qwen3Config": {"head_dim": 24},
+    "MistralConfig": {"sliding_window": 70, "num_attention_heads": 2},
+}
+
+
+@pytest.fixture(autouse=True)
+def few_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second a bucket is too much for small models."""
+    from mirror_sd.backends.xla import xla_backend
+
+    monkeypatch.setattr(xla_backend, "BUCKETS", FEW)
+
+
+def create(files: ModelFiles, precision: str = "fp32", **changes: Any) -> Any:
+    settings = {"device": "cpu", "threads": 2, "max_context": None, **changes}
+    return registry.create("xla", files, precision=precision, **settings)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_family_gives_the_logits_of_transformers(
+    tiny_model: Callable[..., Any], whole: Callable[..., np.ndarray], family: str
+) -> None:
+    tiny = tiny_model(family, max_position_embeddings=512, **FAMILIES[family])
+    ids = np.random.default_rng(1).integers(0, 160, 300)
+    backend = create(tiny.files)
+    assert np.abs(whole(backend, ids) - tiny.logits(ids)).max() < 1e-3
+    assert backend.capabilities.bit_stable
+
+
+def test_bf16_is_near_fp32(
+    tiny_model: Callable[..., Any], whole: Callable[..., np.ndarray]
+) -> None:
+    tiny = tiny_model("LlamaConfig")
+    ids = np.random.default_rng(1).integers(0, 160, 100)
+    truth, backend = tiny.logits(ids), create(tiny.files, "bf16")
+    assert np.abs(whole(backend, ids) - truth).max() < 0.05 * np.abs(truth).max()
+    # 3 layers, keys and values, 2 heads of 16, 2 bytes
+    assert backend.kv_bytes_per_block(16) == 3 * 2 * 2 * 16 * 2 * 16
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_rows_do_not_depend_on_their_batch_and_nothing_is_compiled_after_the_start(
+    tiny_model: Callable[..., Any], precision: str
+) -> None:
+    tiny = tiny_model("MistralConfig", sliding_window=70, max_position_embeddings=512)
+    backend = create(tiny.files, precision)
+    backend.allocate_kv(stability.BLOCKS, 5)
+    before = backend.compilations
+    assert before > 0
+    prompts = [np.arange(length) % 160 for length in (300, 1, 90, 5)]
+    stability.shuffled(backend, prompts, 1, 5)
+    assert backend.compilations == before
+    assert backend.capabilities.bit_stable
+    stability.check(backend, 160, [300, 1, 90, 5, 140], 5, seed=3)
+
+
+def test_features_are_the_residual_stream_after_the_tapped_layers(
+    tiny_model: Callable[..., Any], whole: Callable[..., np.ndarray]
+) -> None:
+    tiny, ids = tiny_model("LlamaConfig"), np.random.default_rng(4).integers(0, 160, 50)
+    truth = ReferenceBackend(program.load(tiny.files, PrecisionPlan.of("fp32")))
+    backend = create(tiny.files)
+    plain = whole(backend, ids)
+    for each in (truth, backend):
+        each.tap((1, 3))
+        tapped = whole(each, ids)
+    assert np.array_equal(tapped, plain)
+    assert backend.features.shape == (50, 2 * 64)
+    assert np.abs(backend.features - truth.features).max() < 1e-4 * np.abs(truth.features).max()
+    with pytest.raises(ValueError, match="ascend"):
+        backend.tap((2, 1))
+    backend.tap(())
+    assert np.array_equal(whole(backend, ids), plain)
+    assert backend.features.size == 0
+
+
+def test_a_bad_batch_is_refused_and_the_next_one_works(tiny_model: Callable[..., Any]) -> None:
+    tiny = tiny_model("LlamaConfig")
+    backend = create(tiny.files)
+    with pytest.raises(ValueError, match="allocate_kv"):
+        backend.forward(GOOD)
+    with pytest.raises(ValueError, match="cannot allocate"):
+        backend.allocate_kv(0, 4)
+    backend.allocate_kv(4, 4)
+    backend.forward(batch(ints(4, 5, 6), 0, [0]))
+    for change, message in BAD.values():
+        with pytest.raises(ValueError, match=message):
+            backend.forward(replace(GOOD, **change))
+    expected = tiny.logits(np.array([4, 5, 6, 1, 2, 3]))[3:]
+    np.testing.assert_allclose(backend.forward(GOOD), expected, atol=2e-4)
+    only_writes = replace(batch(ints(7, 8), 6, [0, 1]), logit_rows=ints())
+    assert backend.forward(only_writes).shape == (0, 160)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"precision": "int8"}, "the xla engine has fp32 and bf16"),
+        ({"kv": "int8"}, "KV cache of int8 needs the native engine"),
+        ({"device": "tpu"}, "JAX cannot use the device 'tpu'"),
+        ({"device": "cpu:77"}, "JAX cannot use the device 'cpu:77'"),
+        ({"device": "abacus"}, "device is auto, cpu, tpu or cuda, not 'abacus'"),
+    ],
+)
+def test_a_bad_setting_is_named(
+    tiny_model: Callable[..., Any], changes: dict[str, str], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        create(tiny_model("LlamaConfig").files, **changes)
+
+
+def ragged(*lengths: int) -> RaggedBatch:
+    offsets = np.cumsum([0, *lengths]).astype(np.int32)
+    return RaggedBatch(
+        token_ids=np.zeros(offsets[-1], np.int32),
+        positions=np.concatenate([np.arange(length, dtype=np.int32) for length in lengths]),
+        sequence_offsets=offsets,
+        block_tables=tuple(np.arange(99, dtype=np.int32) for _ in lengths),
+        logit_rows=offsets[1:] - 1,
+    )
+
+
+@pytest.mark.parametrize(
+    ("lengths", "expected"),
+    [
+        ((1,), [Bucket(8, 1, NARROW)]),
+        ((9,), [Bucket(16, 2, NARROW)]),
+        ((5, 1, 1), [Bucket(8, 8, NARROW)]),
+        ((5, 5, 5, 5), [Bucket(32, 8, NARROW)]),
+        ((1,) * 65, [Bucket(64, 64, NARROW), Bucket(8, 1, NARROW)]),
+        ((70, 1), [Bucket(WIDE, 1, WIDE), Bucket(8, 8, NARROW)]),
+        ((256, 3), [Bucket(4 * WIDE, 4, WIDE), Bucket(8, 1, NARROW)]),
+    ],
+)
+def test_a_batch_takes_the_smallest_buckets(
+    lengths: tuple[int, ...], expected: list[Bucket]
+) -> None:
+    assert [call.bucket for call in buckets.cut(ragged(*lengths))] == expected
+
+
+def test_every_token_is_in_one_call_after_those_before_it_in_its_sequence() -> None:
+    random = np.random.default_rng(0)
+    for _ in range(200):
+        made = ragged(*random.integers(1, random.choice([3, 20, 300]), random.integers(1, 70)))
+        seen: list[int] = []
+        for call in buckets.cut(made):
+            assert len(call.spans) <= call.bucket.spans
+            assert len(call.tokens) <= call.bucket.rows
+            assert all(0 < s.end - s.begin <= call.bucket.queries for s in call.spans)
+            seen.extend(call.tokens.tolist())
+        assert sorted(seen) == list(range(len(made.token_ids)))
+        order = np.argsort(seen)
+        for begin, end in zip(made.sequence_offsets, made.sequence_offsets[1:], strict=False):
+            assert (np.diff(order[begin:end]) > 0).all()
