@@ -88,7 +88,7 @@ class Engine:
             if speculation.enabled
             else None
         )
-        self._remote = remote
+        self.remote = remote
         self._planner = DraftPlanner(
             speculation,
             self._pool,
@@ -139,12 +139,12 @@ class Engine:
         """What a request can ask to be drafted from."""
         found = [*(self._drafters or ())]
         found += ["head"] if self.has_draft_head else []
-        return (*found, *(("remote",) if self._remote is not None else ()))
+        return (*found, *(("remote",) if self.remote is not None else ()))
 
     def idle(self) -> None:
         """To be called now and then while there is no work: drafters may come and go."""
-        if self._remote is not None:
-            self._remote.tend()
+        if self.remote is not None:
+            self.remote.tend()
 
     def stats(self) -> EngineStats:
         return EngineStats(
@@ -290,8 +290,8 @@ class Engine:
         if report.drafts.by_source:
             self._verify_s += report.forward_s
         self._metrics.record(self._loop, seconds)
-        if self._remote is not None:
-            self._metrics.record_remote(self._remote.take_counts())
+        if self.remote is not None:
+            self._metrics.record_remote(self.remote.take_counts())
         head = self._planner.head
         if head is not None and not head.is_on:
             self._planner.head = None
@@ -315,8 +315,8 @@ class Engine:
             self._loop.running.append(sequence)
             if opens_head and self._planner.head is not None:
                 self._planner.head.open(sequence)
-            if self._remote is not None and sequence.drafts is not None:
-                sequence.drafts.draft_remotely(self._remote, sequence.submit.params)
+            if self.remote is not None and sequence.drafts is not None:
+                sequence.drafts.draft_remotely(self.remote, sequence.submit.params)
             if sequence.completion_tokens == len(sequence.submit.delivered):
                 sequence.cached_tokens = min(sequence.computed, len(sequence.submit.prompt))
             self._metrics.prefix_hits.inc(sequence.computed)

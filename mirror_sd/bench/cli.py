@@ -18,6 +18,7 @@ from mirror_sd.bench import (
     machine,
     memory,
     merge,
+    overlap,
     peers_command,
     plot,
     prompts,
@@ -52,6 +53,7 @@ app.command("peers")(peers_command.peers)
 app.command("plot")(plot.command)
 app.command("memory")(memory.command)
 app.command("segments")(segments.command)
+app.command("overlap")(overlap.command)
 app.command("serve")(serve.command)
 app.command("merge")(merge.command)
 app.command("edge")(edge.command)

@@ -80,14 +80,20 @@ class RemoteDrafting:
         self._link = link
         self._vocab = vocab_size
         self._most = most_tokens
-        self._length = length
-        self._overlaps = overlaps
+        # Of sequences that are opened from now on.
+        self.length = length
+        self.overlaps = overlaps
         self._clock = clock
         self._on_proposal = on_proposal
         self._sources: dict[int, RemoteSource] = {}
         self._next = 1
         self._drafters = -1
         self.counts = RemoteCounts()
+
+    @property
+    def drafters_ready(self) -> int:
+        """Drafters that can be had now."""
+        return self._link.ready
 
     def open(self, tokens: list[int], params: SamplingParams, tenant: str) -> RemoteSource:
         """The source of a sequence that is about to be prefilled: both are, at the same time."""
@@ -97,7 +103,7 @@ class RemoteDrafting:
             tenant,
             vocab_size=self._vocab,
             most_tokens=self._most,
-            length=self._length,
+            length=self.length,
         )
         self._begin(source)
         return source
@@ -118,7 +124,7 @@ class RemoteDrafting:
                 stop_token_ids=params.stop_token_ids,
             ),
             length=source.length,
-            runs_ahead=self._overlaps,
+            runs_ahead=self.overlaps,
             tenant=source.tenant,
             traces=self._on_proposal is not None,
         )
@@ -192,7 +198,7 @@ class RemoteDrafting:
 
     def _limit_s(self, short: Ordered[Await], rate: float, step_s: float) -> float:
         """How long to wait in all, 0 where it is not worth it."""
-        if not self._overlaps:
+        if not self.overlaps:
             return _SERIAL_STEPS * step_s
         expected = max(item.expected_s for item in short)
         gain = sum(item.chance for item in short)

@@ -55,7 +55,7 @@ def test_drafts_from_elsewhere_change_no_token(params, overlaps):
         sum(e.usage.draft_sources["remote"][n] for e in ends.values()) for n in (0, 1)
     )
     assert drafted >= accepted > 60
-    assert engine._remote._link.engine.sessions == 0
+    assert engine.remote._link.engine.sessions == 0
 
 
 def test_a_drafter_that_is_right_saves_most_forwards():
@@ -81,10 +81,10 @@ def test_an_aborted_sequence_is_no_longer_drafted_for():
     engine.add(submit(max_tokens=100))
     for _ in range(5):
         engine.step()
-    assert engine._remote._link.engine.sessions == 1
+    assert engine.remote._link.engine.sessions == 1
     engine.abort("a")
     engine.idle()
-    assert engine._remote._link.engine.sessions == 0
+    assert engine.remote._link.engine.sessions == 0
 
 
 def test_a_sequence_whose_drafter_was_lost_gets_another_after_a_while():
@@ -97,7 +97,7 @@ def test_a_sequence_whose_drafter_was_lost_gets_another_after_a_while():
     link.engine.close(1)
     for _ in range(3):
         engine.step()
-    assert link.engine.sessions == 0 and engine._remote.counts.lost + 1
+    assert link.engine.sessions == 0 and engine.remote.counts.lost + 1
     now[0] = 2.0
     for _ in range(3):
         engine.step()
