@@ -16,6 +16,8 @@ _log = logging.getLogger(__name__)
 
 # Shares move towards a new plan in this time: one that answers each gust would swing.
 _SMOOTHING_S = 3.0
+# A class that got nothing would measure nothing, and never be seen to have become quick again.
+_LEAST_SHARE = 0.01
 
 
 class ClassSplit:
@@ -86,14 +88,14 @@ class ClassSplit:
 def _between(
     old: Mapping[str, float], new: Mapping[str, float], weight: float, alive: Collection[str]
 ) -> Mapping[str, float]:
-    """`weight` of the way from old to new shares; what a class that has gone leaves is taken over
-    at once."""
+    """`weight` of the way from old to new shares, a little for each class that is alive; what one
+    that has gone leaves is taken over at once."""
     mixed = {
-        name: (1.0 - weight) * old.get(name, 0.0) + weight * share
+        name: max((1.0 - weight) * old.get(name, 0.0) + weight * share, _LEAST_SHARE)
         for name, share in new.items()
         if name in alive
     }
-    total = sum(mixed.values())
-    if total <= 0:
+    if not mixed:
         return new
+    total = sum(mixed.values())
     return {name: mixed.get(name, 0.0) / total for name in new}

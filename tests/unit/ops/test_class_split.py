@@ -36,7 +36,9 @@ def first(splits: list[dict[str, Any]] | None) -> dict[str, float]:
 
 def test_shares_go_to_the_class_that_measured_the_shortest_steps() -> None:
     split = ClassSplit(("cpu", "gpu"))
-    assert first(split.update(0.0, state(cpu=0.1, gpu=0.01), NONE, {})) == {"cpu": 0.0, "gpu": 1.0}
+    shares = first(split.update(0.0, state(cpu=0.1, gpu=0.01), NONE, {}))
+    # The other keeps a little: without any request it would not be measured again.
+    assert shares == pytest.approx({"cpu": 0.01, "gpu": 0.99}, abs=1e-3)
 
 
 def test_while_a_class_with_workers_tells_no_pace_nothing_is_said(
@@ -63,7 +65,7 @@ def test_shares_move_to_a_new_plan_in_seconds_but_leave_a_dead_class_at_once() -
     slow = state(cpu=0.1, gpu=1.0)
     moved = [first(split.update(float(now), slow, NONE, {}))["cpu"] for now in range(1, 16)]
     assert moved == sorted(moved)
-    assert moved[0] < 0.4 and moved[-1] > 0.98
+    assert moved[0] < 0.4 and moved[-1] > 0.97
     dead = first(split.update(16.0, slow, NONE, {"cpu": 0.0}))
     assert dead == {"cpu": 0.0, "gpu": 1.0}
 
@@ -73,7 +75,7 @@ def test_the_rate_that_the_edge_counts_moves_shares_off_the_quickest_class() -> 
         first(ClassSplit(("cpu", "gpu")).update(0.0, state(rate, cpu=0.02, gpu=0.01), NONE, {}))
         for rate in (0.1, 8.0)
     ]
-    assert shares[0]["cpu"] == 0.0 < shares[1]["cpu"]
+    assert shares[0]["cpu"] < 0.02 < shares[1]["cpu"]
 
 
 @pytest.mark.parametrize("broken", [{}, {"workers": None}, {"workers": [1]}, {"edge": 3}])
