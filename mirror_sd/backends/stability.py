@@ -7,7 +7,7 @@ import numpy as np
 from mirror_sd.backends.protocol import Backend, Float32, Int32, RaggedBatch
 
 BLOCK_SIZE = 16
-LENGTHS = (21, 1, 290, 7)
+LENGTHS = (21, 1, 140, 7)
 CHUNK = 40
 
 

@@ -86,7 +86,7 @@ class EdgeSession:
             settings, self._files, _CLASS, lambda program: self._lower(program, backend)
         )
         self._typical: TypicalChooser | None = None
-        self._engine = Engine(
+        self.engine = Engine(
             backend,
             settings.engine,
             settings.speculation,
@@ -96,7 +96,7 @@ class EdgeSession:
             head=self._head,
             choosers=self._chooser,
         )
-        self._engine.warm_up()
+        self.engine.warm_up()
         self._load_s = time.perf_counter() - begin
         self._answers = 0
         self._is_stopped = False
@@ -176,13 +176,13 @@ class EdgeSession:
         kept = list(messages)
         while True:
             length = len(self._tokenizer.encode_chat(kept))
-            if length < self._engine.max_context and (
-                len(kept) == 1 or length + self._options.max_length <= self._engine.max_context
+            if length < self.engine.max_context and (
+                len(kept) == 1 or length + self._options.max_length <= self.engine.max_context
             ):
                 return kept
             if len(kept) == 1:
                 raise ContextLengthExceeded(
-                    f"a text of {length} tokens; the context of {self._engine.max_context} must"
+                    f"a text of {length} tokens; the context of {self.engine.max_context} must"
                     " leave room for an answer"
                 )
             del kept[:2]
@@ -199,10 +199,10 @@ class EdgeSession:
         self._answers += 1
         submit = Submit(
             request_id=f"edge-{self._answers}",
-            model=self._engine.model_name,
+            model=self.engine.model_name,
             prompt=tuple(prompt),
             params=SamplingParams(
-                max_tokens=min(self._options.max_length, self._engine.max_context - len(prompt)),
+                max_tokens=min(self._options.max_length, self.engine.max_context - len(prompt)),
                 seed=seed % 2**64,
                 temperature=self._options.temperature,
                 stop_token_ids=self._tokenizer.facts.eos_token_ids,
@@ -221,14 +221,14 @@ class EdgeSession:
     def _tokens(self, submit: Submit) -> Iterator[int]:
         begin = time.perf_counter()
         count = 0
-        self._engine.add(submit)
-        while self._engine.has_work:
+        self.engine.add(submit)
+        while self.engine.has_work:
             if self._is_stopped:
-                self._engine.abort(submit.request_id)
+                self.engine.abort(submit.request_id)
                 self.summary.usage = SequenceUsage(
                     prompt_tokens=len(submit.prompt), completion_tokens=count
                 )
-            for output in self._engine.step():
+            for output in self.engine.step():
                 match output:
                     case Chunk(tokens=tokens):
                         first = self.summary.first_token_s or time.perf_counter() - begin
