@@ -617,7 +617,9 @@ def test_stats_show_each_queue() -> None:
 def test_a_worker_says_what_it_is_and_how_it_feels() -> None:
     board = desk()
     health = messages.DeviceHealth(temperature_c=61.0)
+    pace = messages.Pace(curve=((1, 0.005), (8, 0.006)), prefill_tok_s=2000.0)
     load = {"running": 1, "waiting": 0, "kv_blocks_used": 0, "kv_blocks_free": 0, "steps": 1}
-    board.worker(Heartbeat(worker_id="w", tokens=5, health=health, **load))
+    board.worker(Heartbeat(worker_id="w", tokens=5, health=health, pace=pace, **load))
     [(_, stats)] = of_type(board.gateway(StatsRequest(token=1)), messages.Stats)
     assert (stats.workers[0].tokens, stats.workers[0].health) == (5, health)
+    assert stats.workers[0].pace == pace

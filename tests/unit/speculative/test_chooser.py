@@ -155,6 +155,20 @@ def test_a_forward_costs_what_was_measured_and_follows_the_device():
     assert cost.seconds(8) < 2.3 * cpu(8), "an outlier is no trend"
 
 
+def test_the_pace_that_a_worker_tells_is_what_it_measured():
+    cost = VerifyCost()
+    assert cost.pace(256) is None
+    for _ in range(50):
+        for rows in (1, 2, 4, 8, 16, 32, 64, 256):
+            cost.observe(rows, cpu(rows))
+    pace = cost.pace(256)
+    assert pace is not None
+    assert [rows for rows, _ in pace.curve] == [1, 2, 4, 8, 16, 32, 64]
+    for rows, seconds in pace.curve:
+        assert seconds == pytest.approx(cpu(rows), rel=1e-3)
+    assert pace.prefill_tok_s == pytest.approx(256 / cpu(256), rel=1e-3)
+
+
 def test_a_length_is_capped_where_more_never_pays():
     bandit = LengthBandit(8)
     key = LengthBandit.key(16, "lookup", 3)

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from mirror_sd.backends.protocol import Capabilities
 from mirror_sd.config import Config, EmulationConfig
 from mirror_sd.errors import ContextLengthExceeded, InvalidRequest
-from mirror_sd.messages import Chunk, Finished, SamplingParams, Submit
+from mirror_sd.messages import Chunk, Finished, Pace, SamplingParams, Submit
 from mirror_sd.run_dir import RunDir
 from mirror_sd.uir import stand_in_tokenizer
 from workers import emulated, engines, profile
@@ -140,6 +140,16 @@ def test_the_null_engine_answers_within_the_step_that_admits(tmp_path: Path) -> 
     outputs = bench.engine.step()
     assert [type(output) for output in outputs] == [Chunk, Finished]
     assert bench.time.now == 100.0
+
+
+def test_the_pace_told_is_that_of_the_profile_as_the_control_file_slows_it(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, Profile(latency_ms=20, max_batch=4, prefill_tok_s=1000))
+    assert bench.engine.stats().pace == Pace(curve=((1, 0.02), (4, 0.02)), prefill_tok_s=1000.0)
+    bench.control(latency_factor=2.0)
+    bench.run(ask(max_tokens=2))
+    assert bench.engine.stats().pace == Pace(curve=((1, 0.04), (4, 0.04)), prefill_tok_s=500.0)
+    null = Bench(tmp_path, Profile(latency_ms=0, max_batch=4, prefill_tok_s=1000))
+    assert null.engine.stats().pace is None
 
 
 def test_more_sequences_than_slots_wait(tmp_path: Path) -> None:
