@@ -41,7 +41,7 @@ MAX_STOPS = 4
 MAX_STOP_CHARACTERS = 1024
 MAX_BIASED_TOKENS = 1024
 MAX_DRAFT_TOKENS = 32
-DRAFT_SOURCES = ("auto", "lookup", "history", "head")
+DRAFT_SOURCES = ("auto", "lookup", "history", "head", "remote")
 ROLES = ("system", "developer", "user", "assistant", "tool")
 Prompt = str | tuple[int, ...]
 

@@ -173,7 +173,7 @@ def test_an_error_tells_the_value_and_what_is_allowed() -> None:
         ("on", 'expected "auto", "off" or an object of source and max_tokens, got "on"'),
         (
             {"source": "tree"},
-            'expected one of "auto", "lookup", "history", "head", got "tree"',
+            'expected one of "auto", "lookup", "history", "head", "remote", got "tree"',
         ),
         ({"max_tokens": 64}, "expected an integer from 1 to 32, got 64"),
     ],
