@@ -12,6 +12,7 @@ from mirror_sd import engine as engines
 from mirror_sd import model_store
 from mirror_sd.api.tokenizer import Tokenizer
 from mirror_sd.bench import (
+    backends_command,
     decode_command,
     edge,
     exactness,
@@ -48,6 +49,7 @@ from mirror_sd.offline import load_tokenizer
 
 app = typer.Typer(no_args_is_help=True, help="Measure speed and exactness on this machine.")
 app.command("decode")(decode_command.command)
+app.command("backends")(backends_command.command)
 app.command("quality")(quality_command.command)
 app.command("peers")(peers_command.peers)
 app.command("plot")(plot.command)
