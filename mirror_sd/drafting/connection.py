@@ -24,8 +24,13 @@ def connector(
     on_proposal: Callable[[Proposal], None] | None = None,
 ) -> Callable[[Capabilities], RemoteDrafting] | None:
     """What connects a worker of the class to its drafters; None where it has none."""
-    endpoints = addresses.endpoints_for(config, run, device_class)
-    if not endpoints or not config.speculation.enabled:
+    if not config.drafters or not config.speculation.enabled:
+        return None
+    from mirror_sd import planning
+
+    plan = planning.splitter(config).plan()
+    endpoints = addresses.endpoints_for(config, run, device_class, plan)
+    if not endpoints:
         return None
     serving = {name for name, _ in endpoints}
     settings = [drafter for name, drafter in config.drafters.items() if str(name) in serving]
@@ -42,6 +47,7 @@ def connector(
             vocab_size=abilities.vocab_size,
             most_tokens=config.speculation.max_tokens,
             length=max((length for length in lengths if length is not None), default=None),
+            first_length=max((pair.length for pair in plan.drafters_of(device_class)), default=8),
             overlaps=all(drafter.overlap for drafter in settings),
             clock=time.monotonic,
             on_proposal=on_proposal,

@@ -63,8 +63,9 @@ class RemoteCounts:
 
 
 class RemoteDrafting:
-    """One per engine. `overlaps`: drafters go on while their proposals are verified; where they do
-    not, each proposal is waited for. `on_proposal` sees each one that is taken."""
+    """One per engine. `length`: tokens of a proposal; None learns it, from `first_length` on.
+    `overlaps`: drafters go on while their proposals are verified; where they do not, each proposal
+    is waited for. `on_proposal` sees each one that is taken."""
 
     def __init__(
         self,
@@ -73,6 +74,7 @@ class RemoteDrafting:
         vocab_size: int,
         most_tokens: int,
         length: int | None,
+        first_length: int = 8,
         overlaps: bool,
         clock: Callable[[], float],
         on_proposal: Callable[[Proposal], None] | None = None,
@@ -82,6 +84,7 @@ class RemoteDrafting:
         self._most = most_tokens
         # Of sequences that are opened from now on.
         self.length = length
+        self._first_length = first_length
         self.overlaps = overlaps
         self._clock = clock
         self._on_proposal = on_proposal
@@ -104,6 +107,7 @@ class RemoteDrafting:
             vocab_size=self._vocab,
             most_tokens=self._most,
             length=self.length,
+            first_length=self._first_length,
         )
         self._begin(source)
         return source

@@ -15,7 +15,7 @@ from mirror_sd.messages import SamplingParams
 from mirror_sd.speculative.drafters import STRENGTHS
 
 NAME = "remote"
-_LEAST_LENGTH, _FIRST_LENGTH = 3, 8
+_LEAST_LENGTH = 3
 _RUN_WEIGHT = 0.2
 # What runs ahead of a commit that is on its way may be longer than a proposal.
 _LONGEST_LINE = 3 * LONGEST
@@ -72,8 +72,9 @@ class RemoteSource:
         vocab_size: int,
         most_tokens: int,
         length: int | None,
+        first_length: int = 8,
     ) -> None:
-        """`length`: tokens of a proposal, None to learn it."""
+        """`length`: tokens of a proposal, None to learn it from `first_length` on."""
         self.tokens, self.params, self.tenant = tokens, params, tenant
         self.session = 0
         self.is_open = False
@@ -82,7 +83,7 @@ class RemoteSource:
         self._vocab = vocab_size
         self._most = min(most_tokens, LONGEST)
         self._is_fixed = length is not None
-        self.length = min(length or _FIRST_LENGTH, self._most)
+        self.length = min(length or first_length, self._most)
         self._run = 0.0
         # Of each line: position of its first token, tokens, strengths.
         self._lines: list[tuple[int, tuple[int, ...], bytes]] = []

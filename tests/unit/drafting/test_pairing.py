@@ -1,0 +1,78 @@
+"""Which drafters a worker is connected to, and on which cores they run."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from mirror_sd import config as configuration
+from mirror_sd import planning
+from mirror_sd.drafting import addresses
+from mirror_sd.errors import ConfigError
+from mirror_sd.run_dir import RunDir
+from workers import drafter
+from workers.pool import chosen_cores
+
+RUN = RunDir(Path("/run/m"))
+POOLS = ("pools.cpu.engine=native", "pools.gpu.engine=emulated", "pools.tpu.engine=xla")
+
+
+def endpoints(verifier: str, *overrides: str) -> list[tuple[str, str]]:
+    config = configuration.load(overrides=[*POOLS, *overrides], environ={})
+    return addresses.endpoints_for(config, RUN, verifier, planning.splitter(config).plan())
+
+
+def test_a_drafter_drafts_for_the_classes_that_the_settings_name() -> None:
+    assert endpoints("tpu", "drafters.cpu.serves=[tpu]") == [
+        ("cpu", "ipc:///run/m/drafter-cpu-0.sock")
+    ]
+    assert endpoints("gpu", "drafters.cpu.serves=[tpu]") == []
+    assert endpoints("cpu", "drafters.cpu.serves=[cpu]") != []
+
+
+def test_without_settings_it_drafts_for_whom_the_plan_pairs_it_with() -> None:
+    config = configuration.load(overrides=[*POOLS, "drafters.cpu={}"], environ={})
+    plan = planning.splitter(config).plan()
+    planned = {pair.verifier for pair in plan.verifiers_of("cpu")} or {"gpu", "tpu"}
+    assert {name for name in ("cpu", "gpu", "tpu") if endpoints(name, "drafters.cpu={}")} == planned
+
+
+def test_each_worker_of_a_drafter_listens_at_a_place_of_its_own() -> None:
+    two = ("drafters.cpu.serves=[tpu]", "drafters.cpu.workers=2")
+    assert len(set(endpoints("tpu", *two))) == 2
+    assert endpoints("tpu", *two, "drafters.cpu.address=tcp://10.0.0.7:7100") == [
+        ("cpu", "tcp://10.0.0.7:7100"),
+        ("cpu", "tcp://10.0.0.7:7101"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        "drafters.cpu.address=http://a:1",
+        "drafters.cpu.address=tcp://a",
+        "drafters.cpu.length=33",
+        "drafters.cpu.cores=[]",
+        "drafters.cpu.serves=[npu]",
+        "drafters.npu={}",
+        "drafters.cpu.nonsense=1",
+    ],
+)
+def test_a_bad_setting_is_refused_by_its_name(bad: str) -> None:
+    with pytest.raises(ConfigError, match="drafters"):
+        configuration.load(overrides=[bad], environ={})
+
+
+def test_cores_that_are_not_there_are_refused_with_those_that_are() -> None:
+    allowed = sorted(os.sched_getaffinity(0))
+    assert chosen_cores(None, "pools.cpu.cores") == allowed
+    assert chosen_cores([allowed[0], allowed[0]], "pools.cpu.cores") == allowed[:1]
+    with pytest.raises(ConfigError, match=r"pools\.cpu\.cores names 9999; usable here are"):
+        chosen_cores([9999], "pools.cpu.cores")
+
+
+def test_a_drafter_that_is_not_configured_does_not_start() -> None:
+    with pytest.raises(ConfigError, match="no drafter 'cpu' is configured"):
+        drafter.load(configuration.load(environ={}), RUN, "cpu", 0)
