@@ -15,8 +15,7 @@ def empty_cache(
 ) -> Tensor:
     """[layers, slots, 2 * kv_heads, head_dim], zeros: a masked key must be finite.
 
-    layers: by default the model's. On a CPU the pages are taken from the system only as they are
-    written.
+    layers: by default the model's.
     """
     spec = decoder.spec
     shape = (
@@ -25,10 +24,15 @@ def empty_cache(
         2 * spec.num_kv_heads,
         spec.head_dim,
     )
+    return zeros(shape, decoder.kv_dtype, device)
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """On a CPU the pages are taken from the system only as they are written."""
     if device.type != "cpu":
-        return torch.zeros(shape, dtype=decoder.kv_dtype, device=device)
-    raw = np.zeros(int(np.prod(shape)) * decoder.kv_dtype.itemsize, np.uint8)
-    return torch.from_numpy(raw).view(decoder.kv_dtype).view(shape)
+        return torch.zeros(shape, dtype=dtype, device=device)
+    raw = np.zeros(int(np.prod(shape)) * dtype.itemsize, np.uint8)
+    return torch.from_numpy(raw).view(dtype).view(shape)
 
 
 def geometry_of(decoder: TorchDecoder, block_size: int, device: torch.device) -> Geometry:

@@ -1,7 +1,9 @@
-"""Peak memory of a worker's process that has N streams of L tokens, against what it must hold.
+"""Peak memory of a worker's process that has N streams of L tokens, against what it must hold; and
+the growth of one stream's cache, paged and by concatenation (`kv_growth`).
 
-The child (`python -m mirror_sd.bench.memory`) imports what a worker imports and builds its engine
-the same way. limit = 1.3 x (weights + keys and values of N x L tokens) + 150 MB.
+The child (`python -m mirror_sd.bench.memory`) imports what a worker imports, runs on the malloc of
+a worker and builds its engine the same way. limit = 1.3 x (weights + keys and values of N x L
+tokens) + 150 MB.
 """
 
 from __future__ import annotations
@@ -13,11 +15,12 @@ from typing import Annotated, Any
 
 import typer
 
+from mirror_sd import allocator
 from mirror_sd import config as configuration
 from mirror_sd import engine as engines
 from mirror_sd.backends.protocol import Backend
-from mirror_sd.bench import machine
-from mirror_sd.bench.options import AsJson, Overrides, Threads, show, thread_count
+from mirror_sd.bench import kv_growth, machine
+from mirror_sd.bench.options import AsJson, Overrides, Rounds, Threads, show, thread_count
 from mirror_sd.bench.peer_drivers.session import peak_rss_mb, serve
 from mirror_sd.bench.peer_process import PeerProcess
 from mirror_sd.engine import Engine
@@ -72,6 +75,7 @@ def fill(
     return {
         "engine": engine.capabilities.name,
         "precision": engine.capabilities.precision,
+        "allocator": allocator.running() or "unknown",
         "weights_mb": round(weights_mb, 1),
         "kv_mb": round(kv_mb, 1),
         "loaded_rss_mb": loaded_mb,
@@ -131,14 +135,19 @@ def _submit(
 def command(
     concurrency: Annotated[int, typer.Option(min=1, help="Streams at once.")] = 16,
     length: Annotated[int, typer.Option(min=64, help="Tokens of each stream.")] = 1024,
+    rounds: Rounds = 3,
     threads: Threads = None,
     overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
-    """Peak resident memory of a worker with N streams of L tokens, against weights + KV cache."""
-    settings = next(iter(configuration.load(overrides=overrides or ()).pools.values()))
+    """Peak memory of a worker with N streams of L tokens, against weights + KV cache; and the time
+    and memory that a stream's cache takes to grow, paged against concatenated."""
+    config = configuration.load(overrides=overrides or ())
+    settings = next(iter(config.pools.values()))
     count = thread_count(threads or settings.threads)
-    with PeerProcess([sys.executable, "-m", "mirror_sd.bench.memory"], count) as process:
+    command = [sys.executable, "-m", "mirror_sd.bench.memory"]
+    environment = kv_growth.variables(settings.allocator)
+    with PeerProcess(command, count, environment) as process:
         report: dict[str, Any] = process.call(
             "fill",
             timeout_s=3600.0,
@@ -147,8 +156,9 @@ def command(
             streams=concurrency,
             length=length,
         )
+    growth = kv_growth.measure(config.model.path, length, count, rounds)
     facts = {"threads": count, "streams": concurrency, "length": length}
-    show({"machine": machine.describe(), **facts, **report}, as_json)
+    show({"machine": machine.describe(), **facts, **report, **growth}, as_json)
 
 
 if __name__ == "__main__":

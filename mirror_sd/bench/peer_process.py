@@ -53,12 +53,18 @@ class PeerProcess:
     """A session; entering the context starts the process, leaving it ends it.
 
     The child's `threads` are set for OpenMP; a library that has a setting of its own is given it
-    when it loads.
+    when it loads. `environment`: its further variables.
     """
 
-    def __init__(self, command: Sequence[str], threads: int) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        threads: int,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self._command = list(command)
         self._threads = threads
+        self._more = environment or {}
         self._buffer = b""
 
     def __enter__(self) -> Self:
@@ -71,7 +77,7 @@ class PeerProcess:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._log,
-                env=_environment(self._threads),
+                env={**_environment(self._threads), **self._more},
                 start_new_session=True,
                 preexec_fn=lambda: die_with_parent(signal.SIGKILL, parent_pid),
             )

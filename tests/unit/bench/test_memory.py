@@ -7,6 +7,8 @@ import json
 import pytest
 from typer.testing import CliRunner
 
+from mirror_sd import allocator
+from mirror_sd.bench import kv_growth
 from mirror_sd.bench.cli import app
 from mirror_sd.bench.memory import _grow, _verify_drafts, limit_mb
 from mirror_sd.config import EngineConfig, SpeculationConfig
@@ -54,9 +56,8 @@ def test_drafts_of_many_streams_are_verified_in_one_forward():
 
 @pytest.fixture(scope="module")
 def weighed(default_model):
-    result = CliRunner().invoke(
-        app, ["memory", "--concurrency", "2", "--length", "96", "--json"], catch_exceptions=False
-    )
+    sizes = ["--concurrency", "2", "--length", "96", "--rounds", "1"]
+    result = CliRunner().invoke(app, ["memory", *sizes, "--json"], catch_exceptions=False)
     return json.loads(result.stdout)
 
 
@@ -68,6 +69,38 @@ def test_the_default_engine_is_weighed(weighed):
     assert weighed["limit_mb"] == pytest.approx(
         limit_mb(weighed["weights_mb"], weighed["kv_mb"]), abs=0.2
     )
+
+
+def test_growth_is_measured_on_each_malloc_that_is_there(weighed):
+    there = ["glibc"] if allocator.find_jemalloc() is None else ["glibc", "jemalloc"]
+    assert [row["allocator"] for row in weighed["growth"]] == there
+    assert weighed["allocator"] == there[-1]
+    assert ("jemalloc" in weighed) == (len(there) == 1)
+    assert weighed["allocation_speedup"] == min(
+        row["allocation_speedup"] for row in weighed["growth"]
+    )
+    for row in weighed["growth"]:
+        assert row["paged_seconds"] > 0
+        # 30 layers, keys and values of 3 heads of 64, fp32.
+        assert row["paged_peak_mb"] == pytest.approx(96 * 30 * 2 * 192 * 4 / 2**20, rel=0.5)
+
+
+def test_a_cache_that_is_held_while_it_is_copied_takes_twice_the_memory():
+    asked = {"length": 512, "layers": 16, "heads": 4, "width": 64}
+    made = {
+        way: kv_growth._in_a_process("glibc", 1, {"way": way, **asked})
+        for way in ("paged", "concatenated")
+    }
+    cache_mb = 512 * 16 * 2 * 4 * 64 * 4 / 2**20
+    assert made["paged"]["peak_mb"] == pytest.approx(cache_mb, rel=0.3)
+    assert made["concatenated"]["peak_mb"] > 1.5 * made["paged"]["peak_mb"]
+    assert made["concatenated"]["seconds"] > made["paged"]["seconds"]
+
+
+def test_a_child_gets_the_malloc_that_is_asked_for_whatever_its_parent_has(monkeypatch):
+    monkeypatch.setenv("LD_PRELOAD", "/elsewhere/libjemalloc.so.2")
+    monkeypatch.setenv("MALLOC_CONF", "narenas:1")
+    assert kv_growth.variables("glibc") == {"LD_PRELOAD": "", "MALLOC_CONF": ""}
 
 
 @pytest.mark.parametrize("key", ["engine.kv_cache_mb=8", "scheduler.max_batch_size.CPU=1"])
