@@ -83,6 +83,10 @@ class GraphBuilder:
         self._nodes.append(helper.make_node("Split", inputs, names, axis=axis))
         return names
 
+    def cut(self, value: str, end: int, *, axis: int) -> str:
+        """The first `end` along the axis."""
+        return self.op("Slice", value, *(self.integers([n]) for n in (0, end, axis)))
+
     def integers(self, values: Sequence[int]) -> str:
         """A constant [n] of int64."""
         key = tuple(values)

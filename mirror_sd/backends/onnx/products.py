@@ -107,14 +107,19 @@ class Products:
 
     @staticmethod
     def _dequantised(graph: GraphBuilder, name: str, matrix: Float32) -> str:
+        """[inputs, outputs]"""
         codes, scales = draft_file.quantise(matrix)
-        return graph.op(
+        inputs = matrix.shape[1]
+        # OpenVINO knows whole blocks only.
+        padded = np.pad(codes, ((0, 0), (0, -inputs % _GROUP)))
+        values = graph.op(
             "DequantizeLinear",
-            graph.weight(f"{name}.columns", np.ascontiguousarray(codes.T)),
+            graph.weight(f"{name}.columns", np.ascontiguousarray(padded.T)),
             graph.weight(f"{name}.column_scales", np.ascontiguousarray(scales.T, np.float32)),
             axis=0,
             block_size=_GROUP,
         )
+        return values if inputs % _GROUP == 0 else graph.cut(values, inputs, axis=0)
 
     def table(self, graph: GraphBuilder, name: str, matrix: Float32, ids: str) -> str:
         """Rows `ids` [tokens] of `matrix` [rows, width], as fp32 [tokens, width]."""
@@ -128,10 +133,8 @@ class Products:
         signed = graph.op("Sub", wide, graph.constant(np.array(_ZERO_POINT)))
         factors = graph.op("Unsqueeze", graph.op("Gather", scales, ids), graph.integers([2]))
         values = graph.reshape(graph.op("Mul", signed, factors), 0, -1)
-        if matrix.shape[1] % _GROUP == 0:
-            return values
-        ends = [graph.integers([n]) for n in (0, matrix.shape[1], 1)]
-        return graph.op("Slice", values, *ends)
+        width = matrix.shape[1]
+        return values if width % _GROUP == 0 else graph.cut(values, width, axis=1)
 
 
 def bf16_bits(values: Float32) -> NDArray[np.uint16]:

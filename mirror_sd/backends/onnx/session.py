@@ -12,7 +12,13 @@ from mirror_sd.backends.onnx.graph import BFLOAT, GraphBuilder
 from mirror_sd.backends.onnx.providers import Provider, runtime_module
 from mirror_sd.errors import ConfigError
 
-_ERRORS_ONLY = 3
+# A provider that refuses a graph raises; its own report of several pages adds nothing.
+_FATAL_ONLY = 4
+_LONGEST_REASON = 600
+_FAILURES = (
+    *("Fail", "EPFail", "EngineError", "RuntimeException", "NotImplemented", "InvalidGraph"),
+    "InvalidArgument",
+)
 
 
 class GraphSession:
@@ -32,7 +38,7 @@ class GraphSession:
             for values, kind in graph.weights.values()
         ]
         options = self._runtime.SessionOptions()
-        options.log_severity_level = _ERRORS_ONLY
+        options.log_severity_level = _FATAL_ONLY
         options.intra_op_num_threads = threads
         # Shapes differ from run to run, so that a plan of memory for one fits no other.
         options.enable_mem_pattern = False
@@ -44,8 +50,11 @@ class GraphSession:
             self._session = self._runtime.InferenceSession(
                 graph.model().SerializeToString(), options, providers=list(provider.chain)
             )
-        except RuntimeError as error:
-            raise ConfigError(f"{provider.name!r} cannot start: {error}") from error
+        except _failures(self._runtime) as error:
+            reason = " ".join(str(error).split())[:_LONGEST_REASON]
+            raise ConfigError(
+                f"ONNX Runtime cannot start on {provider.name!r}: {reason}"
+            ) from error
         used = self._session.get_providers()
         if used[0] != provider.chain[0]:
             raise ConfigError(
@@ -79,3 +88,10 @@ class GraphSession:
             self._binding.bind_output(name, "cpu")
         self._session.run_with_iobinding(self._binding)
         return [value.numpy() for value in self._binding.get_outputs()[len(self._caches) :]]
+
+
+def _failures(runtime: Any) -> tuple[type[Exception], ...]:
+    """What a session raises that cannot be made; the runtime's own have no base of their own."""
+    state = runtime.capi.onnxruntime_pybind11_state
+    own = [getattr(state, name) for name in _FAILURES if hasattr(state, name)]
+    return (RuntimeError, *own)

@@ -12,9 +12,11 @@ import pytest
 
 from mirror_sd.backends import registry
 from mirror_sd.backends.onnx import decoder_graph, providers
+from mirror_sd.backends.onnx.graph import FLOAT, GraphBuilder
 from mirror_sd.backends.onnx.onnx_backend import OnnxBackend
 from mirror_sd.backends.onnx.products import Precision, Products
 from mirror_sd.backends.onnx.providers import PROVIDERS, Provider
+from mirror_sd.backends.onnx.session import GraphSession
 from mirror_sd.backends.protocol import Float32
 from mirror_sd.errors import ConfigError, ModelError
 from mirror_sd.model_store import ModelFiles
@@ -158,6 +160,20 @@ def test_a_missing_package_fails_with_the_extra(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     with pytest.raises(ConfigError, match=r"mirror-sd\[edge\]"):
         providers.find("cpu")
+
+
+@pytest.mark.filterwarnings("ignore:Specified provider 'TensorrtExecutionProvider':UserWarning")
+def test_a_provider_that_cannot_start_is_named_with_the_reason() -> None:
+    broken = replace(CPU, name="trt", chain=("TensorrtExecutionProvider",))
+    graph = GraphBuilder("broken")
+    graph.output("y", graph.op("NoSuchOperator", graph.input("x", ["T"])), ["T"])
+    with pytest.raises(ConfigError, match=r"cannot start on 'trt': .*NoSuchOperator"):
+        GraphSession(graph, broken, 1)
+    sound = GraphBuilder("sound")
+    sound.output("y", sound.op("Neg", sound.input("x", ["T"], FLOAT)), ["T"])
+    # ONNX Runtime warns, and would go on without the provider.
+    with pytest.raises(ConfigError, match="TensorrtExecutionProvider cannot start here"):
+        GraphSession(sound, broken, 1)
 
 
 def test_the_registry_makes_it_of_a_model_or_says_why_not(default_model: ModelFiles) -> None:
