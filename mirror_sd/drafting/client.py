@@ -203,7 +203,9 @@ class DraftClient:
                 peer.instance, peer.bad_frames = instance, 0
             case Refused(sessions=None, reason=reason):
                 self._lose(peer, reason)
-                peer.ask_again_at = self._clock() + _BANNED_S
+                if frame.for_good:
+                    logger.warning("%s cannot draft for us: %s", peer.name, reason)
+                    peer.ask_again_at = self._clock() + _BANNED_S
             case Refused(sessions=sessions):
                 for session in sessions or ():
                     self._forget(peer, session)

@@ -53,10 +53,11 @@ class Ready(_Frame, frozen=True, kw_only=True, tag="ready"):
 
 class Refused(_Frame, frozen=True, kw_only=True, tag="refused"):
     """The drafter does not draft for these sessions, which it does not know, cannot hold, or found
-    wrong. None: not for this verifier at all."""
+    wrong. None: for none of this verifier, which it does not know, or, `for_good`, cannot serve."""
 
     sessions: tuple[int, ...] | None
     reason: str
+    for_good: bool = False
 
 
 class DraftParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

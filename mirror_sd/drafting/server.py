@@ -134,7 +134,8 @@ class DraftServer:
         abilities = self._engine.capabilities
         if hello.tokenizer != self._tokenizer or hello.vocab_size != abilities.vocab_size:
             reason = "its model has another tokenizer than the drafter's"
-            self._send(socket, verifier, Refused(sessions=None, reason=reason))
+            refused = Refused(sessions=None, reason=reason, for_good=True)
+            self._send(socket, verifier, refused)
             return
         self._welcome.add(verifier)
         ready = Ready(

@@ -164,6 +164,20 @@ def test_a_drafter_of_another_tokenizer_is_not_drafted_with(endpoint, caplog):
         assert not client.open(request())
 
 
+def test_a_drafter_that_has_forgotten_its_verifier_is_greeted_anew(endpoint):
+    with serving(endpoint) as server, connected(endpoint) as client:
+        ready(client)
+        client.open(request([5, 6, 7], session=1))
+        until(client, lambda p, _: p)
+        server._welcome.clear()
+        client.commit(Commit(1, 3, (1,), 4))
+        _, gone = until(client, lambda _, g: g)
+        assert gone == [1]
+        ready(client)
+        assert client.open(request([5, 6, 7], session=2))
+        until(client, lambda p, _: p and p[-1].session == 2)
+
+
 def test_a_drafter_that_has_no_room_refuses_and_keeps_the_others(endpoint):
     with serving(endpoint, drafter(sessions=1)), connected(endpoint) as client:
         ready(client)
