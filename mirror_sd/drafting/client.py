@@ -202,7 +202,8 @@ class DraftClient:
                     )
                 peer.instance, peer.bad_frames = instance, 0
             case Refused(sessions=None, reason=reason):
-                self._lose(peer, reason)
+                if peer.instance is not None:
+                    self._lose(peer, reason)
                 if frame.for_good:
                     logger.warning("%s cannot draft for us: %s", peer.name, reason)
                     peer.ask_again_at = self._clock() + _BANNED_S
@@ -232,9 +233,9 @@ class DraftClient:
         peer.instance, peer.asked_at, peer.late = None, None, 0
         peer.ask_again_at = self._clock() + _ASK_ANEW_S
         peer.opened, peer.commits = [], []
-        # Should it come back, it is not to draft for what nobody waits for.
         peer.closed = sorted(peer.sessions)
-        if self._send(peer, encode(Update(closed=tuple(peer.closed)))):
+        # Should it come back, it is not to draft for what nobody waits for.
+        if peer.closed and self._send(peer, encode(Update(closed=tuple(peer.closed)))):
             peer.closed = []
         for session in list(peer.sessions):
             self._forget(peer, session)
