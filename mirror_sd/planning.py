@@ -59,9 +59,10 @@ def splitter(config: Config) -> DynamicSplitter:
     """By what is expected of the configured pools and drafters. Raises `ConfigError`."""
     from workers.profile import expected
 
+    batch, real = config.scheduler.max_batch_size, configuration.EmulationConfig()
     devices = [
         dataclasses.replace(
-            expected(name, pool.engine, config.scheduler.max_batch_size.of(name), pool.emulation),
+            expected(name, pool.engine, pool.device, batch.of(name), pool.emulation),
             workers=pool.workers,
         )
         for name, pool in config.pools.items()
@@ -70,7 +71,7 @@ def splitter(config: Config) -> DynamicSplitter:
         DrafterProfile(
             name,
             dataclasses.replace(
-                expected(name, drafter.engine, drafter.sessions, configuration.EmulationConfig()),
+                expected(name, drafter.engine, drafter.device, drafter.sessions, real),
                 workers=drafter.workers,
             ),
             acceptance=_OWN_MODEL if drafter.model is None else _OTHER_MODEL,

@@ -15,6 +15,7 @@ from mirror_sd.messages import Pace
 from mirror_sd.scheduler.device_profile import DeviceProfile
 
 _PROFILES = Path(__file__).with_name("profiles")
+_USUAL_ENGINES = {"cpu": "native", "gpu": "torch", "tpu": "xla"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,20 +57,24 @@ def load(device_class: str, changes: EmulationConfig) -> Profile:
     )
 
 
-def expected(device_class: str, engine: str, slots: int, changes: EmulationConfig) -> DeviceProfile:
+def expected(
+    device_class: str, engine: str, device: str, slots: int, changes: EmulationConfig
+) -> DeviceProfile:
     """What to plan with before a worker of the class has measured itself: the engine's own figures
-    where it has some, else those of the class. Raises `ConfigError`."""
-    if engine == "auto" and device_class == "cpu":
-        engine = "native"
-    path = _PROFILES / f"{engine}.yaml"
-    if engine != "emulated" and path.exists():
+    where it is to compute on the CPU and has some, else those of the class. Raises `ConfigError`.
+    """
+    if engine == "auto":
+        engine = _USUAL_ENGINES[device_class]
+    is_on_cpu = device == "cpu" or (device == "auto" and device_class == "cpu")
+    path = _PROFILES / f"{engine}-cpu.yaml"
+    if is_on_cpu and path.exists():
         values = _values(path)
         curve = tuple((int(rows), float(ms) / 1e3) for rows, ms in values["curve_ms"].items())
         return DeviceProfile(device_class, curve, float(values["prefill_tok_s"]), slots)
-    device = load(device_class, changes)
+    pretended = load(device_class, changes)
     if engine == "emulated":
-        slots = min(slots, device.max_batch)
-    pace = device.pace()
+        slots = min(slots, pretended.max_batch)
+    pace = pretended.pace()
     # A device whose steps take no time still has to be planned with.
     curve, prefill_tok_s = (((1, 1e-6),), 1e9) if pace is None else (pace.curve, pace.prefill_tok_s)
     return DeviceProfile(device_class, curve, prefill_tok_s, slots)

@@ -120,9 +120,11 @@ def test_every_shipped_profile_can_be_planned_with() -> None:
     from workers.profile import expected
 
     for name in ("cpu", "gpu", "tpu"):
-        for engine in ("auto", "native", "torch", "emulated"):
+        for engine in ("auto", "native", "torch", "xla", "emulated"):
             settings = load(overrides=[f"pools.{name}.engine={engine}"]).pools[name]  # type: ignore[index]
-            assert expected(name, engine, 16, settings.emulation).tokens_per_s > 0
+            for device in ("auto", "cpu"):
+                found = expected(name, engine, device, 16, settings.emulation)
+                assert found.tokens_per_s > 0 and found.origin == "default"
 
 
 def test_run_directory_of_another_port_is_not_asked(admin: _Admin) -> None:
