@@ -62,7 +62,6 @@ class Engine:
         `head`: a draft head made for this back end's model. `remote`: drafters elsewhere.
         `host`: whose memory is watched."""
         self._backend = backend
-        self.capabilities: Capabilities = backend.capabilities
         self.model_name = model_name
         self.device_class = device_class
         self.slots = slots
@@ -81,6 +80,8 @@ class Engine:
             head=head,
             host=host,
         )
+        # After the cache is there: the xla engine compiles and tests itself with it.
+        self.capabilities: Capabilities = backend.capabilities
         self._pool, blocks = self._memory.pool, self._memory.arena.blocks
         self._cache = PrefixCache(self._pool, size, engine.prefix_reuse)
         self._drafters = (
@@ -145,6 +146,7 @@ class Engine:
         """To be called now and then while there is no work: drafters may come and go."""
         if self.remote is not None:
             self.remote.tend()
+            self._metrics.record_remote(self.remote.take_counts())
 
     def stats(self) -> EngineStats:
         return EngineStats(
