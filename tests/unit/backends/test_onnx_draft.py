@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import onnx
@@ -15,6 +16,9 @@ from mirror_sd.backends.onnx.onnx_draft import OnnxDraftHead
 from mirror_sd.backends.onnx.products import Precision, Products
 from mirror_sd.backends.onnx.providers import PROVIDERS
 from mirror_sd.backends.protocol import DraftHead
+from mirror_sd.bench.decode import greedy, run_engine
+from mirror_sd.config import EngineConfig, SpeculationConfig
+from mirror_sd.engine import Engine
 from mirror_sd.errors import ConfigError, UnsupportedModel
 from mirror_sd.model_store import ModelFiles
 from tests.unit.backends.drafts import ODD, PlainDraft, Story, draft_batch, random_draft
@@ -120,6 +124,34 @@ def test_a_target_on_onnxruntime_gets_its_head_from_there() -> None:
     story = Story(20, range(4))
     tokens, _ = head.draft(draft_batch([(story, 0, 20)], 3))
     assert tokens[0].tolist() == PLAIN_DRAFT.draft(story.ids, story.features, 3)[0]
+
+
+@pytest.mark.parametrize("drafter", ["head", "history"])
+@pytest.mark.parametrize("precision", ["fp32", "int8"])
+def test_speculation_changes_no_token(
+    precision: Precision, drafter: Literal["head", "history"]
+) -> None:
+    backend = onnx_backend(PLAIN, precision)
+    engine = Engine(
+        backend,
+        EngineConfig(kv_cache_mb=8),
+        SpeculationConfig(min_tokens=3, drafter=drafter),
+        model_name="random",
+        device_class="cpu",
+        slots=8,
+        head=draft_registry.create(backend, random_draft(), threads=None),
+    )
+    random = np.random.default_rng(3)
+    prompts = [tuple(random.integers(0, 75, n).tolist()) * 3 for n in (4, 9, 1, 60)]
+    plain = run_engine(engine, prompts, greedy(24, (), speculation=False), tag="plain")
+    for streams in (1, 4):
+        drafted = run_engine(
+            engine, prompts, greedy(24, (), speculation=True), concurrency=streams, tag="drafted"
+        )
+        sources = {source for usage in drafted.usages for source in usage.draft_sources}
+        assert drafter in sources
+        assert drafted.tokens == plain.tokens
+    engine.check_integrity()
 
 
 def test_a_draft_that_does_not_fit_is_refused() -> None:
