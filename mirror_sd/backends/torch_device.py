@@ -24,11 +24,22 @@ def check(device: str, named: str) -> None:
 
 
 def prepare(device: str) -> None:
-    """Sums of 16-bit products stay fp32 to the end: by default CUDA may add parts in 16 bits."""
-    if device.startswith("cuda"):
-        matmul = torch.backends.cuda.matmul
-        matmul.allow_fp16_reduced_precision_reduction = False
-        matmul.allow_bf16_reduced_precision_reduction = False
+    """Make a CUDA device the current one, because streams and graphs are made on that, and keep to
+    kernels whose rows do not depend on company.
+
+    Sums of 16-bit products stay fp32 to the end: by default CUDA may add parts in 16 bits. Of the
+    attention kernels only the memory-efficient one takes a mask and goes through the keys in order;
+    cuDNN's splits them by the size of the batch.
+    """
+    if not device.startswith("cuda"):
+        return
+    index = torch.device(device).index
+    if index is not None:
+        torch.cuda.set_device(index)
+    matmul = torch.backends.cuda.matmul
+    matmul.allow_fp16_reduced_precision_reduction = False
+    matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def half_precision(device: str) -> str:

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from mirror_sd import cuda_allocator
-from mirror_sd.backends import torch_static
+from mirror_sd.backends import torch_static, torch_transfer
 from mirror_sd.backends.protocol import RaggedBatch
 from mirror_sd.backends.torch_backend import TorchBackend
 from mirror_sd.backends.torch_cache import empty_cache, geometry_of
 from mirror_sd.backends.torch_linear import TILE_ROWS, PlainLinear, TiledLinear
 from mirror_sd.backends.torch_static import StaticForward
 from mirror_sd.backends.torch_static_plan import Shape, StaticPlanner, static_keys
+from mirror_sd.bench.decode import greedy, run_engine
+from mirror_sd.config import EngineConfig, SpeculationConfig
+from mirror_sd.engine import Engine
 from mirror_sd.uir import program
 from mirror_sd.uir.precision_plan import PrecisionPlan
 
@@ -135,6 +141,128 @@ def test_a_step_replayed_on_other_indexes_of_its_shape_is_right(
     expected = direct.forward(replayed)
     assert np.array_equal(found, expected)
     assert not np.array_equal(found[:4], direct.forward(captured))
+
+
+class Recorder(TorchDispatchMode):
+    """Stands in for a CUDA graph: it notes what is called, on which tensors, and replays that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, Any, Any, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        outputs = func(*args, **(kwargs or {}))
+        self.calls.append((func, args, kwargs or {}, outputs))
+        return outputs
+
+    def replay(self) -> None:
+        with torch.inference_mode():
+            for func, args, kwargs, outputs in self.calls:
+                found = func(*args, **kwargs)
+                for old, new in zip(tree_leaves(outputs), tree_leaves(found), strict=True):
+                    if isinstance(old, torch.Tensor):
+                        old.copy_(new)  # where it always lies; onto itself after a call in place
+
+
+class Stream:
+    def __init__(self, device: Any = None) -> None:
+        pass
+
+    def wait_stream(self, other: Any) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+@pytest.fixture
+def cuda_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The calls of `torch.cuda` that the code makes, answered on the CPU."""
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Stream())
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Recorder)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, pool: graph)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+
+
+@pytest.mark.usefixtures("cuda_of_the_cpu")
+def test_replayed_graphs_give_the_bits_of_direct_steps(tiny_model: Callable[..., Any]) -> None:
+    tiny = tiny_model("MistralConfig", sliding_window=40, max_position_embeddings=512)
+    direct, graphed = (backend(tiny.files, "fp16") for _ in range(2))
+    static = graphed._static
+    assert static is not None
+    static._has_graphs = True
+    graphed.tap((2,))
+    direct.tap((2,))
+    assert graphed.graph_captures == len(torch_static.WARM_SPANS)
+    # Three streams from their prompts on; the second batch decodes what the first one read.
+    loads = [[(0, 30), (0, 5), (0, 1)], [(30, 1), (5, 7), (1, 16)], [(31, 3), (12, 1), (17, 2)]]
+    for parts in [*loads, RAGGED, [(0, 200), (0, 400)], *loads]:
+        asked = batch(parts, seed=4)
+        assert np.array_equal(graphed.forward(asked), direct.forward(asked))
+        assert np.array_equal(graphed.features, direct.features)
+    # Beyond the warm ones: of RAGGED, whose contexts need 256 and 512 keys. 600 rows are no graph.
+    assert graphed.graph_captures == len(torch_static.WARM_SPANS) + 1
+    graphed.tap(())
+    direct.tap(())
+    asked = batch(loads[0], seed=4)
+    assert np.array_equal(graphed.forward(asked), direct.forward(asked))
+
+
+@pytest.mark.usefixtures("cuda_of_the_cpu")
+def test_a_capture_leaves_the_cache_alone_and_old_graphs_are_dropped(
+    tiny_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_static, "MOST_GRAPHS", 2)
+    graphed = backend(tiny_model("LlamaConfig").files)
+    static, cache = graphed._static, graphed._cache
+    assert static is not None and cache is not None
+    static._has_graphs = True
+    static.warm_up()
+    assert not cache[:, : 60 * BLOCK_SIZE].any()
+    assert graphed.graph_captures == len(torch_static.WARM_SPANS)
+    assert [shape.groups[0][0] for shape in static._graphs] == [8, 16]
+
+
+@pytest.mark.usefixtures("cuda_of_the_cpu")
+def test_what_goes_through_page_locked_memory_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Pageable(torch_transfer._Pinned):
+        def take(self, length: int) -> torch.Tensor:
+            return torch.empty(length, dtype=self._buffer.dtype)
+
+    monkeypatch.setattr(torch_transfer, "_Pinned", Pageable)
+    transfer = torch_transfer.StreamedTransfer(torch.device("cpu"))
+    target = torch.zeros(5, dtype=torch.int64)
+    transfer.upload(np.arange(5), target)
+    assert target.tolist() == [0, 1, 2, 3, 4]
+    one, other = torch.randn(3, 4), torch.randn(2, 2)
+    found = transfer.download([one, other])
+    assert np.array_equal(found[0], one.numpy()) and np.array_equal(found[1], other.numpy())
+
+
+def test_speculation_on_static_plans_changes_no_token(tiny_model: Callable[..., Any]) -> None:
+    tiny = tiny_model("LlamaConfig", max_position_embeddings=512)
+    made = TorchBackend(
+        program.load(tiny.files, PrecisionPlan.of("bf16")), "cpu", "bf16", is_static=True
+    )
+    engine = Engine(
+        made,
+        EngineConfig(kv_cache_mb=8),
+        SpeculationConfig(min_tokens=3),
+        model_name="tiny",
+        device_class="gpu",
+        slots=8,
+    )
+    random = np.random.default_rng(3)
+    prompts = [tuple(random.integers(0, 160, n).tolist()) * 3 for n in (4, 9, 1)]
+    plain = run_engine(engine, prompts, greedy(20, (), speculation=False), tag="plain")
+    for streams in (1, 3):
+        drafted = run_engine(
+            engine, prompts, greedy(20, (), speculation=True), concurrency=streams, tag="drafted"
+        )
+        assert sum(usage.drafted_tokens for usage in drafted.usages) > 0
+        assert drafted.tokens == plain.tokens
 
 
 def test_tiles_give_the_rows_of_one_product() -> None:
