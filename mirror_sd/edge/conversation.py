@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 from mirror_sd.edge.session import EdgeSession, Message
@@ -28,6 +28,7 @@ def answer_once(session: EdgeSession, question: str, *, shows_stats: bool) -> in
 
 def hold(session: EdgeSession, *, shows_stats: bool) -> int:
     """Answer line after line of standard input until it ends. The exit status."""
+    _edit_lines()
     _say(f"{session.describe()}; Ctrl-C ends an answer, Ctrl-D the conversation")
     messages: list[Message] = []
     try:
@@ -80,6 +81,12 @@ def _read() -> str | None:
     except EOFError:
         _say("")
         return None
+
+
+def _edit_lines() -> None:
+    """Cursor keys at the prompt, where Python was built with them: importing is all it takes."""
+    with suppress(ImportError):
+        import readline  # noqa: F401
 
 
 def _say(text: str) -> None:
