@@ -82,6 +82,7 @@ class KvMemory:
         blocks = self.pool.forget_cached()
         if blocks:
             self._shed.inc(len(blocks))
+            # A back end may be able to give the memory of blocks back to the system.
             discard = getattr(self._backend, "discard_kv", None)
             if discard is not None:
                 discard(blocks)

@@ -92,6 +92,10 @@ class NativeBackend:
     def allocate_kv(self, num_blocks: int, block_size: int) -> None:
         self._decoder.allocate_kv(num_blocks, block_size)
 
+    def discard_kv(self, blocks: Sequence[int]) -> None:
+        """Give the memory of blocks that hold nothing any more back to the system."""
+        self._decoder.discard_kv(np.array(sorted(set(blocks)), dtype=np.int32))
+
     def forward(self, batch: RaggedBatch) -> Float32:
         rows = len(batch.logit_rows)
         if rows > len(self._logits):

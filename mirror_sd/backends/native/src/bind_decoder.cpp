@@ -42,6 +42,11 @@ void NativeDecoder::allocate_kv(int blocks, int block_size) {
     written_.reset(blocks, block_size);
 }
 
+void NativeDecoder::discard_kv(Ints blocks) {
+    const auto turn = turns_->take();
+    decoder_.discard_kv(blocks.data(), length(blocks, "blocks"));
+}
+
 void NativeDecoder::forward(Ints token_ids, Ints positions, Ints offsets, nb::tuple tables,
                             Ints logit_rows, Rows logits, const std::vector<int>& taps,
                             Rows features) {
@@ -153,6 +158,7 @@ void bind_decoder(nanobind::module_& m) {
         .def("kv_bytes_per_block", &NativeDecoder::kv_bytes_per_block, nb::arg("block_size"))
         .def("allocate_kv", &NativeDecoder::allocate_kv, nb::arg("num_blocks"),
              nb::arg("block_size"))
+        .def("discard_kv", &NativeDecoder::discard_kv, nb::arg("blocks").noconvert())
         .def("forward", &NativeDecoder::forward, nb::arg("token_ids").noconvert(),
              nb::arg("positions").noconvert(), nb::arg("sequence_offsets").noconvert(),
              nb::arg("block_tables"), nb::arg("logit_rows").noconvert(),

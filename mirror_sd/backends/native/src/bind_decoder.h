@@ -22,6 +22,7 @@ public:
     void seal();
     size_t kv_bytes_per_block(int block_size) const;
     void allocate_kv(int blocks, int block_size);
+    void discard_kv(Ints blocks);
     void forward(Ints token_ids, Ints positions, Ints offsets, nb::tuple tables, Ints logit_rows,
                  Rows logits, const std::vector<int>& taps, Rows features);
 

@@ -20,6 +20,14 @@ std::shared_ptr<uint8_t> map_zeroed(size_t bytes) {
     return {static_cast<uint8_t*>(p), [size](uint8_t* q) { munmap(q, size); }};
 }
 
+// The whole pages from `begin` to `end`; what shares a page with other memory stays.
+void give_back(uint8_t* begin, uint8_t* end) {
+    const uintptr_t page = 4096;
+    const uintptr_t first = (reinterpret_cast<uintptr_t>(begin) + page - 1) / page * page;
+    const uintptr_t last = reinterpret_cast<uintptr_t>(end) / page * page;
+    if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_DONTNEED);
+}
+
 }  // namespace
 
 void check_matrix(const char* name, const Matrix& matrix, int outputs, int inputs) {
@@ -107,6 +115,20 @@ void LayerStack::allocate_kv(int blocks, int block_size) {
     chunks_per_block_ = round_up(block_size, kKeysPerChunk) / kKeysPerChunk;
     blocks_ = blocks;
     block_size_ = block_size;
+}
+
+void LayerStack::discard_kv(const int32_t* blocks, int count) {
+    check_range("KV block", blocks, count, blocks_);
+    for (int i = 1; i < count; ++i) {
+        if (blocks[i] <= blocks[i - 1]) fail("KV blocks must ascend");
+    }
+    for (int layer = 0; layer < spec_.layers; ++layer) {
+        for (int begin = 0, end = 0; begin < count; begin = end) {
+            for (end = begin + 1; end < count && blocks[end] == blocks[end - 1] + 1;) ++end;
+            give_back(cache_of(layer, blocks[begin]),
+                      cache_of(layer, blocks[end - 1]) + block_bytes_);
+        }
+    }
 }
 
 void LayerStack::check(const Tokens& batch, const int32_t* ahead) const {

@@ -55,6 +55,8 @@ public:
 
     size_t kv_bytes_per_block(int block_size) const;
     void allocate_kv(int blocks, int block_size);
+    // Gives the memory of these blocks, ascending, back to the system; they are zero from now on.
+    void discard_kv(const int32_t* blocks, int count);
     int block_size() const { return block_size_; }
     int blocks() const { return blocks_; }
 
