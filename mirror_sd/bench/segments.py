@@ -61,9 +61,11 @@ def run(
     streams: Sequence[Sequence[int]],
     length: int,
     until: Sequence[int],
+    times_alone: bool,
 ) -> dict[str, Any]:
     """Runs in the child. A `length` above 0: a prompt of so many tokens comes when all streams are
     warm, and the run ends when it has been read; else it ends when each stream has `until` tokens.
+    `times_alone`: read it once before, with nothing beside it.
 
     `begin`, `end`: of each stream the tokens it had when the prompt came, and when it was read.
     """
@@ -72,7 +74,7 @@ def run(
     engine = engines.build(config, pool, threads)
     if length >= engine.max_context:
         raise ConfigError(f"the context is {engine.max_context} tokens, {length} are asked")
-    alone_s = _read_alone(engine, length) if length else 0.0
+    alone_s = _read_alone(engine, length) if times_alone else 0.0
     found = {f"s{i}": Stream([], []) for i in range(len(streams))}
     for i, prompt in enumerate(streams):
         # Drawn, not the likeliest: the latter soon goes round in circles, and drafts are too good.
@@ -230,6 +232,7 @@ def command(
                 streams=texts,
                 length=long,
                 until=until,
+                times_alone=long > 0 and not extra,
             )
             return told
 
