@@ -36,6 +36,12 @@ def create(backend: Backend, program: DraftProgram, *, threads: int | None) -> D
 
             if isinstance(backend, OnnxBackend):
                 return backend.draft_head(program)
+        case "xla":
+            from mirror_sd.backends.xla.xla_backend import XlaBackend
+            from mirror_sd.backends.xla.xla_draft import XlaDraftHead
+
+            if isinstance(backend, XlaBackend):
+                return XlaDraftHead(program, backend)
     raise UnsupportedModel(f"the engine {backend.capabilities.name!r} has no draft head")
 
 

@@ -42,10 +42,11 @@ class RaggedBatch:
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What the engine may rely on. `bit_stable`: a self-test at load found that a row's logits do
-    not depend on the other rows of the batch. `isa`: the instruction set of kernels of our own.
-    `is_emulated`: nothing is computed, and answers are no model's. `num_layers`, `hidden_size`: of
-    a model whose hidden states can be tapped (`Backend.tap`); else 0."""
+    """What the engine may rely on. `bit_stable`: a self-test at load, or at `allocate_kv`, found
+    that a row's logits do not depend on the other rows of the batch. `isa`: the instruction set of
+    kernels of our own. `is_emulated`: nothing is computed, and answers are no model's.
+    `num_layers`, `hidden_size`: of a model whose hidden states can be tapped (`Backend.tap`); else
+    0."""
 
     name: str
     device: str

@@ -1,6 +1,6 @@
 """A ragged batch cut into calls of a few static shapes, so that nothing is compiled after warm-up.
 
-A call has T rows (tokens) in B spans of Q queries. A span is a run of tokens of one sequence: its
+A call has T rows (tokens) in spans of Q queries. A span is a run of tokens of one sequence: its
 keys are gathered once. Decoding and verifying take narrow spans, prompts wide ones; a batch that
 mixes both becomes several calls, a sequence's tokens in the order of their positions.
 """
@@ -16,16 +16,20 @@ import numpy as np
 from mirror_sd.backends.protocol import Int32, RaggedBatch
 
 # Rows of the smallest product.
-LEAST_ROWS = 8
+LEAST_ROWS = 4
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Bucket:
-    """Shapes of one compiled program."""
+    """Shapes of one compiled program: T rows, and spans of Q queries."""
 
     rows: int
-    spans: int
     queries: int
+
+    @property
+    def spans(self) -> int:
+        """Most spans. Narrow ones may hold one row each."""
+        return self.rows if self.queries == NARROW else self.rows // self.queries
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,28 +55,26 @@ class Call:
 
 NARROW = 8
 WIDE = 64
-# One stream plain or verifying, then more of them; two for prompts.
 BUCKETS = (
-    *(Bucket(8, 1, NARROW), Bucket(8, 8, NARROW), Bucket(16, 2, NARROW), Bucket(16, 16, NARROW)),
-    *(Bucket(32, 8, NARROW), Bucket(64, 16, NARROW), Bucket(64, 64, NARROW)),
-    *(Bucket(WIDE, 1, WIDE), Bucket(4 * WIDE, 4, WIDE)),
+    *(Bucket(LEAST_ROWS, NARROW), Bucket(8, NARROW), Bucket(16, NARROW), Bucket(32, NARROW)),
+    *(Bucket(64, NARROW), Bucket(WIDE, WIDE), Bucket(4 * WIDE, WIDE)),
 )
 
 
 def cut(batch: RaggedBatch, buckets: Sequence[Bucket] = BUCKETS) -> list[Call]:
     """The calls of a checked batch, to be made in this order."""
-    narrow, wide = _spans(batch)
+    narrow, wide = _spans(batch, any(bucket.queries == WIDE for bucket in buckets))
     calls = [_call(part, WIDE, buckets) for part in _parts(wide, WIDE, buckets)]
     return calls + [_call(part, NARROW, buckets) for part in _parts(narrow, NARROW, buckets)]
 
 
-def _spans(batch: RaggedBatch) -> tuple[list[Span], list[Span]]:
+def _spans(batch: RaggedBatch, has_wide: bool) -> tuple[list[Span], list[Span]]:
     """(narrow, wide): a long run is cut into wide spans, what is left over of it into narrow ones
     if that is little."""
     narrow: list[Span] = []
     wide: list[Span] = []
     for index, (begin, end) in enumerate(pairwise(batch.sequence_offsets.tolist())):
-        while end - begin > 4 * NARROW:
+        while has_wide and end - begin > 4 * NARROW:
             stop = min(end, begin + WIDE)
             wide.append(Span(index, begin, stop))
             begin = stop

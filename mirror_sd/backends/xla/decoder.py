@@ -2,9 +2,11 @@
 
 A row's bits must not depend on its company. XLA compiles each bucket on its own, so every reduction
 is laid out alike in all of them: products have at least `buckets.LEAST_ROWS` rows (on a CPU one row
-takes another kernel), and attention goes over the keys in chunks of `CHUNK`, in the order of their
-positions, with a running maximum. A chunk that is masked for a row leaves it as it was, to the bit,
-so the number of chunks may follow from the longest sequence. `selftest` checks it on the device.
+takes another kernel), sums are written down as a tree, and attention goes over the keys in chunks
+of `CHUNK`, in the order of their positions, with a running maximum. A chunk that is masked for a
+row leaves it as it was, to the bit. `selftest` checks it on the device.
+
+Spans and chunks are loops whose counts are data, not shapes: they need no buckets.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import numpy as np
 from jax import Array, lax
 
 from mirror_sd.uir.model_spec import ModelSpec
+from mirror_sd.uir.precision_plan import PrecisionPlan
 from mirror_sd.uir.program import Program
 from mirror_sd.uir.rope import inverse_frequencies
 
@@ -58,7 +61,7 @@ def read_weights(program: Program, device: jax.Device) -> Weights:
     if not spec.tied_embeddings or plan.head != plan.weights:
         name = "embedding" if spec.tied_embeddings else "head"
         shared["head"] = put(load(name), plan.head)
-    cosines, sines = _rotary_tables(spec)
+    cosines, sines = rotary_tables(spec)
     shared |= {"cosines": put(cosines), "sines": put(sines)}
     layers = []
     for index in range(spec.num_layers):
@@ -82,7 +85,7 @@ def read_weights(program: Program, device: jax.Device) -> Weights:
     return Weights(shared, tuple(layers))
 
 
-def _rotary_tables(spec: ModelSpec) -> tuple[np.ndarray, np.ndarray]:
+def rotary_tables(spec: ModelSpec) -> tuple[np.ndarray, np.ndarray]:
     """Cosines and signed sines, [max_context, head_dim], such that x*cos + swapped(x)*sin turns."""
     frequencies, scale = inverse_frequencies(spec)
     angles = np.arange(spec.max_context, dtype=np.float32)[:, None] * frequencies
@@ -93,11 +96,12 @@ def _rotary_tables(spec: ModelSpec) -> tuple[np.ndarray, np.ndarray]:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """One call of a bucket of T rows in B spans of Q queries; see `buckets.Call`.
+    """One call of a bucket of T rows and room for S spans of Q queries; see `buckets.Call`.
 
-    token_ids, positions, slots: [T]. span_rows: [B, Q] rows of the call. span_positions: [B, Q].
-    row_places: [T] each row's place among the B * Q queries. block_tables: [B, blocks] of the
-    spans' sequences. chunks: [] passes of attention.
+    token_ids, positions, slots: [T]. span_rows: [S, Q] rows of the call. span_positions: [S, Q].
+    row_places: [T] each row's place among the S * Q queries. block_tables: [S, blocks] of the
+    spans' sequences. chunks: [groups] passes over keys for each `Decoder.group` spans. groups: []
+    how many of them there are.
     """
 
     token_ids: Array
@@ -108,30 +112,33 @@ class Inputs:
     row_places: Array
     block_tables: Array
     chunks: Array
+    groups: Array
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True)
-class _Context:
+class Context:
     """What a layer needs besides its weights: its number, and what all of them share."""
 
     number: np.int32
     inputs: Inputs
     rotary: tuple[Array, ...]
-    key_slots: Array
 
 
 class Decoder:
-    """The two functions, for one model, one precision and one size of KV blocks."""
+    """The two functions, for one model, one precision and one size of KV blocks.
 
-    def __init__(self, program: Program, block_size: int) -> None:
-        self.spec = program.spec
+    group: spans whose attention is computed at once; a CPU gains nothing by more than one.
+    """
+
+    def __init__(self, spec: ModelSpec, plan: PrecisionPlan, block_size: int, group: int) -> None:
+        self.spec = spec
         self.block_size = block_size
-        self.kv = program.plan.kv
-        self._dtype = DTYPES[program.plan.activations]
-        self._kv_dtype = DTYPES[program.plan.kv]
-        self._pattern = _PATTERNS[program.plan.kv]
-        self._head_dtype = DTYPES[program.plan.head]
+        self.group = group
+        self._dtype = DTYPES[plan.activations]
+        self._kv_dtype = DTYPES[plan.kv]
+        self._pattern = _PATTERNS[plan.kv]
+        self._head_dtype = DTYPES[plan.head]
 
     def cache_shape(self, slots: int) -> jax.ShapeDtypeStruct:
         """[layers, slots, 2 * kv_heads * head_dim]: keys and values of a slot side by side."""
@@ -140,54 +147,51 @@ class Decoder:
         )
 
     def layers(
-        self, cache: Array, shared: Tree, layers: Layers, inputs: Inputs, taps: tuple[int, ...]
-    ) -> tuple[Array, Array, Array]:
-        """(cache with the rows' keys and values, the last residual stream [T, hidden], what was
-        tapped [T, len(taps) * hidden])."""
-        rotary = tuple(shared[name][inputs.positions][:, None] for name in ("cosines", "sines"))
-        key_slots = self._key_slots(inputs.block_tables)
+        self, cache: Array, shared: Tree, layers: Layers, inputs: Inputs
+    ) -> tuple[Array, tuple[Array, ...]]:
+        """(cache with the rows' keys and values, the residual stream [T, hidden] after each layer).
+        All of them, so that other taps need no other program."""
+        rotary = rotary_of(shared, inputs)
         # Traced and lowered once for all layers, which then differ by their number alone.
-        one = jax.jit(self._layer, static_argnames="window")
+        one = jax.jit(self.layer, static_argnames="window")
         x = shared["embedding"][inputs.token_ids].astype(jnp.float32)
-        kept = []
+        streams = []
         for number, layer in enumerate(layers):
-            context = _Context(np.int32(number), inputs, rotary, key_slots)
+            context = Context(np.int32(number), inputs, rotary)
             x, cache = one(x, cache, layer, context, window=self.spec.windows[number])
-            if number + 1 in taps:
-                kept.append(x)
-        return cache, x, jnp.concatenate(kept, axis=-1) if kept else x[:, :0]
+            streams.append(x)
+        return cache, tuple(streams)
 
-    def _layer(
-        self, x: Array, cache: Array, layer: Tree, context: _Context, window: int | None
+    def layer(
+        self, x: Array, cache: Array, layer: Tree, context: Context, window: int | None
     ) -> tuple[Array, Array]:
-        h = self._norm(x, layer["attention_norm"]).astype(self._dtype)
+        h = self.norm_to(x, layer["attention_norm"])
         mixed, cache = self._attend(layer, h, cache, context, window)
         x = x + mixed
-        h = self._norm(x, layer["mlp_norm"]).astype(self._dtype)
-        gate, up = jnp.split(self._product(h, layer["gate_up"]), 2, axis=-1)
+        h = self.norm_to(x, layer["mlp_norm"])
+        gate, up = jnp.split(self.product(h, layer["gate_up"]), 2, axis=-1)
         h = (gate * jax.nn.sigmoid(gate) * up).astype(self._dtype)
-        return x + self._product(h, layer["down"]), cache
+        return x + self.product(h, layer["down"]), cache
 
     def head(self, shared: Tree, x: Array, rows: Array) -> Array:
         """Logits [len(rows), vocab] in fp32 of rows of the residual stream."""
-        h = self._norm(x[rows], shared["norm"]).astype(self._head_dtype)
-        return self._product(h, shared.get("head", shared["embedding"]))
+        h = self.norm(x[rows], shared["norm"]).astype(self._head_dtype)
+        return self.product(h, shared.get("head", shared["embedding"]))
 
     def table_width(self) -> int:
         """Blocks of a table that reaches the longest context, in whole chunks of keys."""
         return -(-_padded_context(self.spec) // self.block_size)
 
-    def _key_slots(self, tables: Array) -> Array:
-        """[B, keys] the slot of each position."""
-        slots = tables[:, :, None] * self.block_size + jnp.arange(self.block_size)
-        return slots.reshape(len(tables), -1)[:, : _padded_context(self.spec)]
-
-    def _norm(self, x: Array, weight: Array | float) -> Array:
+    def norm(self, x: Array, weight: Array | float) -> Array:
         mean_square = _sum(jnp.square(x)) * np.float32(1 / x.shape[-1])
         return x * lax.rsqrt(mean_square + self.spec.rms_eps) * weight
 
+    def norm_to(self, x: Array, weight: Array) -> Array:
+        """In the format of activations."""
+        return self.norm(x, weight).astype(self._dtype)
+
     @staticmethod
-    def _product(x: Array, weight: Array) -> Array:
+    def product(x: Array, weight: Array) -> Array:
         """x W^T [T, outputs] in fp32."""
         # Without it a TPU multiplies fp32 in one pass of bf16.
         precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
@@ -200,17 +204,17 @@ class Decoder:
         )
 
     def _attend(
-        self, layer: Tree, h: Array, cache: Array, context: _Context, window: int | None
+        self, layer: Tree, h: Array, cache: Array, context: Context, window: int | None
     ) -> tuple[Array, Array]:
         spec = self.spec
-        qkv = self._product(h, layer["qkv"])
+        qkv = self.product(h, layer["qkv"])
         if "qkv_bias" in layer:
             qkv = qkv + layer["qkv_bias"]
         rotated = spec.num_heads + spec.num_kv_heads
         qkv = qkv.reshape(len(h), -1, spec.head_dim)
         qk, values = qkv[:, :rotated], qkv[:, rotated:]
         if "qk_norm" in layer:
-            qk = self._norm(qk, layer["qk_norm"])
+            qk = self.norm(qk, layer["qk_norm"])
         cosines, sines = context.rotary
         qk = qk * cosines + jnp.roll(qk, spec.head_dim // 2, axis=-1) * sines
         queries, keys = qk[:, : spec.num_heads], qk[:, spec.num_heads :]
@@ -221,47 +225,82 @@ class Decoder:
             unique_indices=True,
         )
         mixed = self._attention(queries.astype(self._dtype), cache, context, window)
-        mixed = self._product(mixed.astype(self._dtype), layer["o"])
+        mixed = self.product(mixed.astype(self._dtype), layer["o"])
         return mixed + layer["o_bias"] if "o_bias" in layer else mixed, cache
 
     def _attention(
-        self, queries: Array, cache: Array, context: _Context, window: int | None
+        self, queries: Array, cache: Array, context: Context, window: int | None
     ) -> Array:
         """[T, heads * head_dim] in fp32 of queries [T, heads, head_dim]."""
         spec, inputs = self.spec, context.inputs
         spans, rows = inputs.span_rows.shape
-        shared = spec.num_heads // spec.num_kv_heads
+        shared, size = spec.num_heads // spec.num_kv_heads, min(self.group, spans)
         q = queries[inputs.span_rows].reshape(spans, rows, spec.num_kv_heads, shared, -1)
         q = q.transpose(0, 2, 1, 3, 4).reshape(spans, spec.num_kv_heads, rows * shared, -1)
         own = jnp.repeat(inputs.span_positions, shared, axis=1)[:, None, :, None]
-        scale = np.float32(1 / np.sqrt(spec.head_dim))
+
+        def group(index: Array, mixed: Array) -> Array:
+            def part(of: Array) -> Array:
+                return lax.dynamic_slice_in_dim(of, index * size, size)
+
+            one = self._group(
+                part(q),
+                part(own),
+                part(inputs.block_tables),
+                inputs.chunks[index],
+                cache,
+                context.number,
+                window,
+            )
+            return lax.dynamic_update_slice_in_dim(mixed, one, index * size, axis=0)
+
+        mixed = lax.fori_loop(0, inputs.groups, group, jnp.zeros(q.shape))
+        mixed = mixed.reshape(spans, spec.num_kv_heads, rows, shared, -1)
+        mixed = mixed.transpose(0, 2, 1, 3, 4).reshape(spans * rows, -1)
+        return mixed[inputs.row_places]
+
+    def _group(
+        self,
+        q: Array,
+        own: Array,
+        tables: Array,
+        chunks: Array,
+        cache: Array,
+        number: np.int32,
+        window: int | None,
+    ) -> Array:
+        """Outputs like q [G, kv_heads, rows, head_dim]; own: positions [G, 1, rows, 1]."""
+        heads = self.spec.num_kv_heads
+        scale = np.float32(1 / np.sqrt(self.spec.head_dim))
 
         def chunk(index: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             highest, total, mixed = state
-            slots = lax.dynamic_slice_in_dim(context.key_slots, index * CHUNK, CHUNK, axis=1)
-            kv = cache.at[context.number, slots].get(mode="promise_in_bounds")
-            kv = lax.bitcast_convert_type(kv, self._kv_dtype)
-            kv = kv.reshape(spans, CHUNK, 2 * spec.num_kv_heads, spec.head_dim)
-            keys, values = kv[:, :, : spec.num_kv_heads], kv[:, :, spec.num_kv_heads :]
-            scores = _batched(q, keys, 3) * scale
             at = index * CHUNK + jnp.arange(CHUNK)
+            slots = tables[:, at // self.block_size] * self.block_size + at % self.block_size
+            kv = cache.at[number, slots].get(mode="promise_in_bounds")
+            # What was left behind the last position may be no number, and 0 times that is none.
+            kv = jnp.where((at <= own.max(axis=2))[:, 0, :, None], kv, 0)
+            kv = lax.bitcast_convert_type(kv, self._kv_dtype)
+            kv = kv.reshape(len(tables), CHUNK, 2 * heads, -1)
             hidden = at > own
             if window is not None:
                 hidden |= at <= own - window
-            scores = jnp.where(hidden, -jnp.inf, scores)
+            scores = jnp.where(hidden, -jnp.inf, _batched(q, kv[:, :, :heads], 3) * scale)
             best = jnp.maximum(highest, scores.max(axis=-1, keepdims=True))
             weights = jnp.exp(scores - best)
             fade = jnp.exp(highest - best)
             total = total * fade + _sum(weights)
-            mixed = mixed * fade + _batched(weights.astype(self._kv_dtype), values, 1)
+            mixed = mixed * fade + _batched(weights.astype(self._kv_dtype), kv[:, :, heads:], 1)
             return best, total, mixed
 
         shape = (*q.shape[:3], 1)
         start = jnp.full(shape, _LOWEST), jnp.zeros(shape), jnp.zeros(q.shape)
-        _, total, mixed = lax.fori_loop(0, inputs.chunks, chunk, start)
-        mixed = (mixed / total).reshape(spans, spec.num_kv_heads, rows, shared, -1)
-        mixed = mixed.transpose(0, 2, 1, 3, 4).reshape(spans * rows, -1)
-        return mixed[inputs.row_places]
+        _, total, mixed = lax.fori_loop(0, chunks, chunk, start)
+        return mixed / total
+
+
+def rotary_of(shared: Tree, inputs: Inputs) -> tuple[Array, ...]:
+    return tuple(shared[name][inputs.positions][:, None] for name in ("cosines", "sines"))
 
 
 def _sum(x: Array) -> Array:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -16,11 +18,11 @@ from mirror_sd.backends.xla.buckets import Bucket, Call
 from mirror_sd.backends.xla.decoder import CHUNK, Decoder, Inputs, Weights
 
 # Logits are wanted of one row of a prompt, or of each row of a verify.
-LEAST_LOGITS = 8
+LEAST_LOGITS = 4
 
 
 class Programs:
-    """Compiles for `slots` slots of keys and values, and for what is tapped."""
+    """Compiles for `slots` slots of keys and values."""
 
     def __init__(
         self,
@@ -30,26 +32,31 @@ class Programs:
         *,
         slots: int,
         buckets: Sequence[Bucket],
-        taps: tuple[int, ...],
     ) -> None:
         self._decoder = decoder
         self._weights = weights
         self._slots = slots
         self._sharding = jax.sharding.SingleDeviceSharding(device)
         shapes = jax.tree.map(self._shape_of, (weights.shared, weights.layers))
-        self._layers = {bucket: self._compile_layers(bucket, shapes, taps) for bucket in buckets}
+        layers = {bucket: self._lowered_layers(bucket, shapes) for bucket in buckets}
         rows = sorted({bucket.rows for bucket in buckets})
-        self._heads = {
-            (count, wanted): self._compile_head(count, wanted, shapes[0])
+        heads = {
+            (count, wanted): self._lowered_head(count, wanted, shapes[0])
             for count in rows
             for wanted in sorted({LEAST_LOGITS, count})
         }
+        # XLA compiles on one thread, and lets go of the interpreter.
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as compilers:
+            self._layers = dict(zip(layers, compilers.map(_compiled, layers.values()), strict=True))
+            self._heads = dict(zip(heads, compilers.map(_compiled, heads.values()), strict=True))
 
-    def layers(self, cache: Array, call: Call, batch: RaggedBatch) -> tuple[Array, Array, Array]:
+    def layers(
+        self, cache: Array, call: Call, batch: RaggedBatch
+    ) -> tuple[Array, tuple[Array, ...]]:
         """As `Decoder.layers`; takes `cache` away."""
         inputs = self._inputs(call, batch)
         weights = self._weights
-        result: tuple[Array, Array, Array] = self._layers[call.bucket](
+        result: tuple[Array, tuple[Array, ...]] = self._layers[call.bucket](
             cache, weights.shared, weights.layers, inputs
         )
         return result
@@ -65,7 +72,7 @@ class Programs:
     def _shape_of(self, array: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=self._sharding)
 
-    def _compile_layers(self, bucket: Bucket, shapes: Any, taps: tuple[int, ...]) -> Any:
+    def _lowered_layers(self, bucket: Bucket, shapes: Any) -> Any:
         rows, spans, queries = bucket.rows, bucket.spans, bucket.queries
         ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32, sharding=self._sharding)
         inputs = Inputs(
@@ -76,22 +83,18 @@ class Programs:
             span_positions=ints((spans, queries)),
             row_places=ints((rows,)),
             block_tables=ints((spans, self._decoder.table_width())),
-            chunks=ints(()),
+            chunks=ints((bucket.spans,)),
+            groups=ints(()),
         )
-        function = functools.partial(self._decoder.layers, taps=taps)
         cache = self._shape_of(self._decoder.cache_shape(self._slots))
-        return jax.jit(function, donate_argnums=0).lower(cache, *shapes, inputs).compile()
+        return jax.jit(self._decoder.layers, donate_argnums=0).lower(cache, *shapes, inputs)
 
-    def _compile_head(self, rows: int, wanted: int, shapes: Any) -> Any:
+    def _lowered_head(self, rows: int, wanted: int, shapes: Any) -> Any:
         x = (rows, self._decoder.spec.hidden_size)
-        return (
-            jax.jit(self._decoder.head)
-            .lower(
-                shapes,
-                jax.ShapeDtypeStruct(x, jnp.float32, sharding=self._sharding),
-                jax.ShapeDtypeStruct((wanted,), jnp.int32, sharding=self._sharding),
-            )
-            .compile()
+        return jax.jit(self._decoder.head).lower(
+            shapes,
+            jax.ShapeDtypeStruct(x, jnp.float32, sharding=self._sharding),
+            jax.ShapeDtypeStruct((wanted,), jnp.int32, sharding=self._sharding),
         )
 
     def _inputs(self, call: Call, batch: RaggedBatch) -> Inputs:
@@ -106,11 +109,15 @@ class Programs:
         slots = np.arange(self._slots - rows, self._slots, dtype=np.int32)
         span_rows, span_positions = (np.zeros((bucket.spans, queries), np.int32) for _ in range(2))
         tables = np.zeros((bucket.spans, self._decoder.table_width()), np.int32)
+        chunks = np.zeros(bucket.spans, np.int32)
         first = 0
         for place, span in enumerate(call.spans):
             length = span.end - span.begin
             table, own = batch.block_tables[span.sequence], slice(first, first + length)
-            used = int(positions[first + length - 1]) // size + 1
+            last = int(positions[first + length - 1])
+            used = last // size + 1
+            group = place // self._decoder.group
+            chunks[group] = max(chunks[group], last // CHUNK + 1)
             tables[place, :used] = table[:used]
             slots[own] = table[positions[own] // size] * size + positions[own] % size
             span_rows[place, :length] = np.arange(first, first + length)
@@ -125,5 +132,10 @@ class Programs:
             span_positions=span_positions,
             row_places=places,
             block_tables=tables,
-            chunks=np.int32(int(positions.max()) // CHUNK + 1),
+            chunks=chunks,
+            groups=np.int32(-(-len(call.spans) // self._decoder.group)),
         )
+
+
+def _compiled(lowered: Any) -> Any:
+    return lowered.compile()

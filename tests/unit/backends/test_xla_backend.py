@@ -12,7 +12,7 @@ import pytest
 from mirror_sd.backends import registry
 from mirror_sd.backends.protocol import RaggedBatch
 from mirror_sd.backends.reference_backend import ReferenceBackend
-from mirror_sd.backends.xla import buckets
+from mirror_sd.backends.xla import buckets, runtime
 from mirror_sd.backends.xla.buckets import NARROW, WIDE, Bucket
 from mirror_sd.errors import ConfigError
 from mirror_sd.model_store import ModelFiles
@@ -21,7 +21,7 @@ from mirror_sd.uir.precision_plan import PrecisionPlan
 from tests.unit.backends import test_bit_stability as stability
 from tests.unit.backends.test_torch_backend import BAD, GOOD, batch, ints
 
-FEW = (Bucket(8, 8, NARROW), Bucket(32, 8, NARROW), Bucket(2 * WIDE, 2, WIDE))
+FEW = (Bucket(4, NARROW), Bucket(32, NARROW), Bucket(2 * WIDE, WIDE))
 FAMILIES: dict[str, dict[str, Any]] = {
     "LlamaConfig": {},
     "Qwen2Config": {},
@@ -44,71 +44,78 @@ def create(files: ModelFiles, precision: str = "fp32", **changes: Any) -> Any:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_each_family_gives_the_logits_of_transformers(
-    tiny_model: Callable[..., Any], whole: Callable[..., np.ndarray], family: str
+def test_each_family_is_right_and_stable_and_compiles_nothing_after_the_start(
+    tiny_model: Callable[..., Any], family: str
 ) -> None:
     tiny = tiny_model(family, max_position_embeddings=512, **FAMILIES[family])
-    ids = np.random.default_rng(1).integers(0, 160, 300)
     backend = create(tiny.files)
-    assert np.abs(whole(backend, ids) - tiny.logits(ids)).max() < 1e-3
+    backend.allocate_kv(stability.BLOCKS, 5)
+    before = backend.compilations
+    assert before > 0
     assert backend.capabilities.bit_stable
+    lengths = (300, 1, 90, 5, 140) if family == "MistralConfig" else (300, 40)
+    prompts = [np.random.default_rng(n).integers(0, 160, n) for n in lengths]
+    expected = [stability.alone(backend, ids, len(ids), 5) for ids in prompts]
+    for ids, logits in zip(prompts, expected, strict=True):
+        assert np.abs(logits - tiny.logits(ids)).max() < 1e-3
+    for got, logits in zip(stability.shuffled(backend, prompts, 1, 5), expected, strict=True):
+        assert np.array_equal(got, logits)
+    assert backend.compilations == before
 
 
-def test_bf16_is_near_fp32(
-    tiny_model: Callable[..., Any], whole: Callable[..., np.ndarray]
-) -> None:
-    tiny = tiny_model("LlamaConfig")
-    ids = np.random.default_rng(1).integers(0, 160, 100)
+def test_bf16_is_near_fp32_and_stable(tiny_model: Callable[..., Any]) -> None:
+    tiny = tiny_model("LlamaConfig", max_position_embeddings=512)
+    ids = np.random.default_rng(1).integers(0, 160, 200)
     truth, backend = tiny.logits(ids), create(tiny.files, "bf16")
-    assert np.abs(whole(backend, ids) - truth).max() < 0.05 * np.abs(truth).max()
+    backend.allocate_kv(stability.BLOCKS, 16)
+    assert backend.capabilities.bit_stable
+    whole = stability.alone(backend, ids, 200, 16)
+    assert (whole - truth).std() < 0.05 * truth.std()
+    [shuffled] = stability.shuffled(backend, [ids], 1, 16)
+    assert np.array_equal(shuffled, whole)
     # 3 layers, keys and values, 2 heads of 16, 2 bytes
     assert backend.kv_bytes_per_block(16) == 3 * 2 * 2 * 16 * 2 * 16
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_rows_do_not_depend_on_their_batch_and_nothing_is_compiled_after_the_start(
-    tiny_model: Callable[..., Any], precision: str
-) -> None:
-    tiny = tiny_model("MistralConfig", sliding_window=70, max_position_embeddings=512)
-    backend = create(tiny.files, precision)
-    backend.allocate_kv(stability.BLOCKS, 5)
-    before = backend.compilations
-    assert before > 0
-    prompts = [np.arange(length) % 160 for length in (300, 1, 90, 5)]
-    stability.shuffled(backend, prompts, 1, 5)
-    assert backend.compilations == before
-    assert backend.capabilities.bit_stable
-    stability.check(backend, 160, [300, 1, 90, 5, 140], 5, seed=3)
+@pytest.fixture(scope="module")
+def llama(tiny_model: Callable[..., Any]) -> tuple[Any, Any]:
+    """A small model, and its back end with 4 blocks of 16."""
+    from mirror_sd.backends.xla.xla_backend import XlaBackend
 
-
-def test_features_are_the_residual_stream_after_the_tapped_layers(
-    tiny_model: Callable[..., Any], whole: Callable[..., np.ndarray]
-) -> None:
-    tiny, ids = tiny_model("LlamaConfig"), np.random.default_rng(4).integers(0, 160, 50)
-    truth = ReferenceBackend(program.load(tiny.files, PrecisionPlan.of("fp32")))
-    backend = create(tiny.files)
-    plain = whole(backend, ids)
-    for each in (truth, backend):
-        each.tap((1, 3))
-        tapped = whole(each, ids)
-    assert np.array_equal(tapped, plain)
-    assert backend.features.shape == (50, 2 * 64)
-    assert np.abs(backend.features - truth.features).max() < 1e-4 * np.abs(truth.features).max()
-    with pytest.raises(ValueError, match="ascend"):
-        backend.tap((2, 1))
-    backend.tap(())
-    assert np.array_equal(whole(backend, ids), plain)
-    assert backend.features.size == 0
-
-
-def test_a_bad_batch_is_refused_and_the_next_one_works(tiny_model: Callable[..., Any]) -> None:
     tiny = tiny_model("LlamaConfig")
-    backend = create(tiny.files)
+    lowered = program.load(tiny.files, PrecisionPlan.of("fp32"))
+    backend = XlaBackend(lowered, runtime.open_device("cpu", 2), "fp32", FEW)
     with pytest.raises(ValueError, match="allocate_kv"):
         backend.forward(GOOD)
     with pytest.raises(ValueError, match="cannot allocate"):
         backend.allocate_kv(0, 4)
     backend.allocate_kv(4, 4)
+    return tiny, backend
+
+
+def test_features_are_the_residual_stream_after_the_tapped_layers(llama: tuple[Any, Any]) -> None:
+    tiny, backend = llama
+    ids = np.random.default_rng(4).integers(0, 160, 16).astype(np.int32)
+    truth = ReferenceBackend(program.load(tiny.files, PrecisionPlan.of("fp32")))
+    truth.allocate_kv(4, 4)
+    before, whole = backend.compilations, batch(ids, 0, [3, 0, 1, 2])
+    plain = backend.forward(whole)
+    for each in (truth, backend):
+        each.tap((1, 3))
+        tapped = each.forward(whole)
+    assert np.array_equal(tapped, plain)
+    assert backend.features.shape == (16, 2 * 64)
+    assert np.abs(backend.features - truth.features).max() < 1e-4 * np.abs(truth.features).max()
+    with pytest.raises(ValueError, match="ascend"):
+        backend.tap((2, 1))
+    backend.tap(())
+    assert np.array_equal(backend.forward(whole), plain)
+    assert backend.features.size == 0
+    assert backend.compilations == before
+
+
+def test_a_bad_batch_is_refused_and_the_next_one_works(llama: tuple[Any, Any]) -> None:
+    tiny, backend = llama
     backend.forward(batch(ints(4, 5, 6), 0, [0]))
     for change, message in BAD.values():
         with pytest.raises(ValueError, match=message):
@@ -150,13 +157,14 @@ def ragged(*lengths: int) -> RaggedBatch:
 @pytest.mark.parametrize(
     ("lengths", "expected"),
     [
-        ((1,), [Bucket(8, 1, NARROW)]),
-        ((9,), [Bucket(16, 2, NARROW)]),
-        ((5, 1, 1), [Bucket(8, 8, NARROW)]),
-        ((5, 5, 5, 5), [Bucket(32, 8, NARROW)]),
-        ((1,) * 65, [Bucket(64, 64, NARROW), Bucket(8, 1, NARROW)]),
-        ((70, 1), [Bucket(WIDE, 1, WIDE), Bucket(8, 8, NARROW)]),
-        ((256, 3), [Bucket(4 * WIDE, 4, WIDE), Bucket(8, 1, NARROW)]),
+        ((1,), [Bucket(4, NARROW)]),
+        ((5,), [Bucket(8, NARROW)]),
+        ((9,), [Bucket(16, NARROW)]),
+        ((5, 1, 1), [Bucket(8, NARROW)]),
+        ((5, 5, 5, 5), [Bucket(32, NARROW)]),
+        ((1,) * 65, [Bucket(64, NARROW), Bucket(4, NARROW)]),
+        ((70, 1), [Bucket(WIDE, WIDE), Bucket(8, NARROW)]),
+        ((256, 3), [Bucket(4 * WIDE, WIDE), Bucket(4, NARROW)]),
     ],
 )
 def test_a_batch_takes_the_smallest_buckets(
