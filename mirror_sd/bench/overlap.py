@@ -208,7 +208,7 @@ def measure(
     """The figures and the timeline of the last overlapped run."""
     ways = [Way(PLAIN), *(Way(SERIAL, length) for length in lengths), Way(OVERLAPPED)]
     for way in ways:  # what is learned of a way is learned before it is measured
-        for prompt in ids[:2]:
+        for prompt in ids[:1]:
             target.answer(prompt, way, max_tokens, stop)
     runs: dict[Way, list[Run]] = {way: [] for way in ways}
     kept, covered = Timeline(), []
@@ -266,13 +266,13 @@ def _draft_ms(covered: Sequence[Timeline]) -> float | None:
 
 def command(
     dataset: Dataset = None,
-    limit: Limit = 6,
-    max_tokens: MaxTokens = 96,
+    limit: Limit = 4,
+    max_tokens: MaxTokens = 64,
     target_core: Annotated[int, typer.Option(min=0, help="Core of the target.")] = 1,
     drafter_core: Annotated[int, typer.Option(min=0, help="Core of the drafter.")] = 0,
     lengths: Annotated[
         str, typer.Option(help="Comma list: tokens of a serial proposal; the best counts.")
-    ] = "2,4,6,8",
+    ] = "4,6,8,10",
     rounds: Rounds = 2,
     plot: Annotated[Path, typer.Option(help="Where the timeline is drawn, a PNG.")] = Path(
         "bench-overlap.png"

@@ -30,11 +30,11 @@ from mirror_sd.speculative.sampling import InvalidLogits, TokenChooser
 logger = logging.getLogger(__name__)
 
 # Small, so that a branch has little to compute again.
-BLOCK_SIZE = 8
+BLOCK_SIZE = 4
 _PREFILL_CHUNK = 128
 # Rows that cost about as much as one, on the CPU's kernels.
 _CHEAP_ROWS = 8
-_BRANCHES = 2
+_BRANCHES = 1
 _EXCLUDED = np.float32(-1e30)
 # The least gap between the two best tokens for each strength above 0, in logits.
 _STEPS = (0.1, 0.25, 0.5, 1.0, 1.75, 3.0, 5.0)

@@ -15,7 +15,7 @@ from mirror_sd.memory.prefix_cache import PrefixChain
 from mirror_sd.speculative.sampling import TokenChooser
 
 # Two tokens whose logits differ by less may well be told apart otherwise by the target.
-_CLOSE = 1.0
+_CLOSE = 0.5
 
 
 @dataclass(slots=True)

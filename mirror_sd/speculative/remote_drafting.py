@@ -15,8 +15,6 @@ from mirror_sd.drafting.frames import Commit, DraftParams, Open, Proposal
 from mirror_sd.messages import SamplingParams
 from mirror_sd.speculative.drafters.remote import DraftLink, RemoteSource
 
-# What is expected of waiting is expected too early: it must be worth so much more than it costs.
-_CAUTION = 1.2
 # A token that takes so many times as long as usual is not waited for.
 _PATIENCE = 3.0
 _GUESS_S = 0.005
@@ -206,7 +204,7 @@ class RemoteDrafting:
             return _SERIAL_STEPS * step_s
         expected = max(item.expected_s for item in short)
         gain = sum(item.chance for item in short)
-        if gain <= _CAUTION * rate * expected:
+        if gain <= rate * expected:
             return 0.0
         return min(step_s, _PATIENCE * expected)
 

@@ -193,7 +193,7 @@ def test_equal_prompts_of_a_tenant_are_read_once():
     engine.open(2, request(text, tenant="a"))
     engine.open(3, request(text, tenant="b"))
     computed = {key: session.main.computed for key, session in engine._sessions.items()}
-    assert computed[2] == 32 and computed[3] == 0
+    assert computed[2] == 36 and computed[3] == 0
 
 
 def test_sessions_that_fell_silent_are_given_up():
