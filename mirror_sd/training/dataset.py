@@ -35,13 +35,15 @@ class Batch:
     """Conversations padded to the longest, [B, L].
 
     features [B, L, F] bf16: of the token before each. labels [B, L]: the index in the draft
-    vocabulary of the token after each, -1 where the draft does not have it. is_answer [B, L]:
-    rows whose next token is part of an answer. ids, shares: of the N answer rows, in order.
+    vocabulary of the token after each, -1 where the draft does not have it. is_known [B, L]: rows
+    with a next token. is_answer [B, L]: those whose next token is part of an answer. ids, shares:
+    of the N known rows, in order.
     """
 
     token_ids: Tensor
     features: Tensor
     labels: Tensor
+    is_known: Tensor
     is_answer: Tensor
     ids: Tensor
     shares: Tensor
@@ -95,7 +97,7 @@ class Dataset:
         tokens = np.zeros(size, np.int64)
         features = np.zeros((*size, width), np.uint16)
         labels = np.full(size, -1, np.int64)
-        is_answer = np.zeros(size, np.bool_)
+        is_known, is_answer = np.zeros(size, np.bool_), np.zeros(size, np.bool_)
         rows: list[Int64] = []
         for place, conversation in enumerate(conversations):
             begin, end = self.offsets[conversation : conversation + 2]
@@ -103,13 +105,15 @@ class Dataset:
             tokens[place, :length] = self._tokens[begin:end]
             features[place, 1:length] = self._features[begin : end - 1]
             labels[place, : length - 1] = self._label(tokens[place, 1:length])
+            is_known[place, : length - 1] = True
             is_answer[place, prompt - 1 : length - 1] = True
-            rows.append(np.arange(begin + prompt - 1, end - 1))
+            rows.append(np.arange(begin, end - 1))
         flat = np.concatenate(rows)
         return Batch(
             torch.from_numpy(tokens),
             _bf16(features),
             torch.from_numpy(labels),
+            torch.from_numpy(is_known),
             torch.from_numpy(is_answer),
             torch.from_numpy(self._ids[flat].astype(np.int64)),
             torch.from_numpy(self._shares[flat].astype(np.float32)),

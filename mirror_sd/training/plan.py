@@ -23,8 +23,8 @@ class DataPlan:
     held_out: conversations for the evaluation, of prompts that nothing is trained on.
     """
 
-    answers: int = 1400
-    self_asked: int = 400
+    answers: int = 4200
+    self_asked: int = 1200
     held_out: int = 96
     answer_tokens: int = 256
     question_tokens: int = 96
@@ -49,10 +49,10 @@ class TrainPlan:
     draft_vocab: int = 8192
     unroll: int = 3
     batch_tokens: int = 1024
-    steps: int = 2200
-    mixed_steps: int = 150
+    steps: int = 6000
+    mixed_steps: int = 200
     first_share: float = 0.7
-    warmup: int = 80
+    warmup: int = 100
     rate: float = 1e-3
     head_share: float = 0.5
     weight_decay: float = 0.01

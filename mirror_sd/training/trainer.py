@@ -111,8 +111,8 @@ class Trainer:
             weights = self.model.weights()
             states = self.model.unroll(weights, tokens, features, self._unroll())
             for depth, state in enumerate(states):
-                wanted = _started(batch.is_answer, depth)
-                among = wanted[batch.is_answer].to(device)
+                wanted = _started(batch.is_known, depth)
+                among = wanted[batch.is_known].to(device)
                 hidden = self.model.norm(state[wanted.to(device)].float(), weights["final_norm"])
                 loss = cross_entropy(hidden, weights["head"], ids[among], shares[among], low)
                 loss = loss / max(len(hidden), 1)
@@ -126,10 +126,11 @@ class Trainer:
         return 1 if is_first else self._plan.unroll
 
     def _goal(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """(ids, shares, entropy [N]): the target's distribution, and a share of its own token."""
-        hard = self._plan.hard_share
-        labels = batch.labels[batch.is_answer][:, None]
-        own = hard * (labels >= 0)
+        """(ids, shares, entropy [N]): the target's distribution, in prompts too, which are text like
+        other; in answers with a share of the target's own token."""
+        known = batch.is_known
+        labels = batch.labels[known][:, None]
+        own = self._plan.hard_share * (batch.is_answer[known][:, None] & (labels >= 0))
         ids = torch.cat((batch.ids, labels.clamp(min=0)), dim=1)
         shares = torch.cat((batch.shares * (1 - own), own.float()), dim=1)
         return ids, shares, entropy(batch.shares)
@@ -197,10 +198,10 @@ class Trainer:
         return self.step
 
 
-def _started(is_answer: Tensor, depth: int) -> Tensor:
-    """The answer rows [B, L] that a chain begun `depth` tokens earlier, in the answer, reaches."""
+def _started(is_known: Tensor, depth: int) -> Tensor:
+    """The rows [B, L] that a chain begun `depth` tokens earlier, in the same text, reaches."""
     if depth == 0:
-        return is_answer
-    earlier = torch.zeros_like(is_answer)
-    earlier[:, depth:] = is_answer[:, :-depth]
-    return is_answer & earlier
+        return is_known
+    earlier = torch.zeros_like(is_known)
+    earlier[:, depth:] = is_known[:, :-depth]
+    return is_known & earlier

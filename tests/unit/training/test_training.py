@@ -218,6 +218,27 @@ def test_training_learns_what_follows_from_the_token_before(tmp_path: Path) -> N
     assert max(last) < 0.7 * first[0]
 
 
+def test_prompts_are_learnt_from_too_but_only_answers_are_the_targets_own_choice(
+    tmp_path: Path,
+) -> None:
+    trainer = _trainer(tiny.model(), tmp_path, "fp32", 3)
+    data = tiny.dataset(tmp_path)
+    batch = data.batch([0, 1])
+    lengths, prompts = data.lengths[:2], data.prompt_lengths[:2]
+    assert batch.is_known.sum(dim=1).tolist() == (lengths - 1).tolist()
+    assert batch.is_answer.sum(dim=1).tolist() == (lengths - prompts).tolist()
+    ids, shares, _ = trainer._goal(batch)
+    assert len(ids) == len(shares) == int(batch.is_known.sum())
+    of_answers = batch.is_answer[batch.is_known]
+    hard = PLAN.hard_share
+    assert hard > 0 and (shares[~of_answers, -1] == 0).all()
+    torch.testing.assert_close(shares[~of_answers, :-1], batch.shares[~of_answers])
+    assert (shares[of_answers, -1] == hard).all()
+    torch.testing.assert_close(shares[of_answers, :-1], (1 - hard) * batch.shares[of_answers])
+    labels = batch.labels[batch.is_answer]
+    assert (labels >= 0).all() and torch.equal(ids[of_answers, -1], labels)
+
+
 @pytest.mark.parametrize(("steps", "drawn"), [(1, 1), (8, 7), (60, 46), (150, 131)])
 def test_curves_of_few_steps_are_still_lines(steps: int, drawn: int) -> None:
     line = report.smoothed(np.full(steps, 2.5))
