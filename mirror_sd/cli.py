@@ -125,10 +125,11 @@ def status(
 ) -> None:
     """Show the classes and processes of a stack, and what runs and waits in it.
 
-    The keys of the JSON object: processes (role, pid, rss_mb, class), running, waiting,
-    kv_blocks_used, kv_blocks_free, workers, classes (class, emulated, workers, slots, in_flight,
-    queued, oldest_wait_s, temperature_c, utilisation, memory_pressure, factor, weight),
-    degrade_level, weights_age_s, weights_stale, draining. Null is what nobody tells now.
+    The keys of the JSON object: processes (role, pid, rss_mb, class, of workers also peak_mb and
+    allocator), running, waiting, kv_blocks_used, kv_blocks_free, kv_blocks_peak, workers, classes
+    (class, emulated, workers, slots, in_flight, queued, oldest_wait_s, temperature_c, utilisation,
+    memory_pressure, factor, weight), degrade_level, weights_age_s, weights_stale, draining.
+    Null is what nobody tells now.
     """
     from mirror_sd import status_table
     from mirror_sd.supervisor import stack_status

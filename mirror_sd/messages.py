@@ -242,7 +242,8 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 class Heartbeat(Message, frozen=True, kw_only=True, tag="heartbeat"):
     """Worker liveness and load. `steps` counts forwards since start: the progress counter;
-    `tokens` the tokens it has generated. `pace` is None before anything was measured."""
+    `tokens` the tokens it has generated. `pace` is None before anything was measured.
+    `kv_blocks_peak`: most that were used at once."""
 
     worker_id: str
     running: int
@@ -254,6 +255,7 @@ class Heartbeat(Message, frozen=True, kw_only=True, tag="heartbeat"):
     tokens: int = 0
     health: DeviceHealth | None = None
     pace: Pace | None = None
+    kv_blocks_peak: int = 0
 
 
 class Drain(Message, frozen=True, kw_only=True, tag="drain"):
@@ -285,6 +287,7 @@ class WorkerStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     tokens: int = 0
     health: DeviceHealth | None = None
     pace: Pace | None = None
+    kv_blocks_peak: int = 0
 
 
 class QueueStats(msgspec.Struct, frozen=True, kw_only=True):

@@ -108,10 +108,16 @@ def _headings(bands: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _processes(document: dict[str, Any]) -> Table:
-    table = _table("process", "pid", "MB")
+    table = _table("process", "pid", "MB", "peak", "malloc")
     for process in document["processes"]:
         name = f"{process['role']} {process.get('class', '')}".strip()
-        table.add_row(name, str(process["pid"]), f"{process['rss_mb']:.1f}")
+        table.add_row(
+            name,
+            str(process["pid"]),
+            f"{process['rss_mb']:.1f}",
+            _or_unknown(process["peak_mb"], "{:.1f}") if "peak_mb" in process else "",
+            _or_unknown(process["allocator"]) if "allocator" in process else "",
+        )
     return table
 
 

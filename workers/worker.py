@@ -238,6 +238,7 @@ class Worker:
             draining=self._is_draining,
             tokens=stats.tokens,
             health=self._engine.health(),
+            kv_blocks_peak=stats.kv_blocks_peak,
             pace=stats.pace,
         )
 

@@ -118,4 +118,5 @@ class Worker:
             tokens=load.tokens if load else 0,
             health=load.health if load else None,
             pace=load.pace if load else None,
+            kv_blocks_peak=load.kv_blocks_peak if load else 0,
         )

@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 
+from mirror_sd import allocator
 from mirror_sd.run_dir import RunDir
 from mirror_sd.supervisor.unix_connection import UnixConnection
 
@@ -22,17 +23,22 @@ _MASTERS = ("nginx", "gateway")
 
 @dataclass(frozen=True, slots=True)
 class StackProcess:
-    """One process; `device_class` only for a pool and its workers."""
+    """One process; `device_class` only for a pool and its workers; of a worker also the most memory
+    it had, and its malloc, where the system tells."""
 
     role: str
     pid: int
     device_class: str | None
     rss_mb: float
+    peak_mb: float | None = None
+    allocator: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         entry: dict[str, Any] = {"role": self.role, "pid": self.pid, "rss_mb": self.rss_mb}
         if self.device_class is not None:
             entry["class"] = self.device_class
+        if self.role == "worker":
+            entry |= {"peak_mb": self.peak_mb, "allocator": self.allocator}
         return entry
 
 
@@ -62,7 +68,19 @@ def _family(process: psutil.Process) -> Iterator[StackProcess]:
     elif role == "pool":
         for child in children:
             with suppress(psutil.Error):
-                yield StackProcess("worker", child.pid, device_class, _rss_mb(child))
+                yield _worker(child, device_class)
+
+
+def _worker(process: psutil.Process, device_class: str | None) -> StackProcess:
+    peak = allocator.peak_bytes(process.pid)
+    return StackProcess(
+        "worker",
+        process.pid,
+        device_class,
+        _rss_mb(process),
+        None if peak is None else round(peak / 2**20, 1),
+        allocator.running(process.pid),
+    )
 
 
 def role_of(process: psutil.Process) -> tuple[str, str | None]:
@@ -101,12 +119,14 @@ def summary(state: dict[str, Any]) -> dict[str, Any]:
         "waiting": state.get("waiting"),
         "kv_blocks_used": _sum(workers, "kv_blocks_used"),
         "kv_blocks_free": _sum(workers, "kv_blocks_free"),
+        "kv_blocks_peak": _sum(workers, "kv_blocks_peak"),
         "workers": workers,
     }
 
 
 def _sum(workers: list[dict[str, Any]] | None, key: str) -> int | None:
-    return None if workers is None else sum(worker[key] for worker in workers)
+    # What is 0 may be left out.
+    return None if workers is None else sum(worker.get(key, 0) for worker in workers)
 
 
 def _get_json(path: Path, resource: str) -> dict[str, Any]:

@@ -20,8 +20,9 @@ _ANSWER_S = 2.0
 def status(port: int) -> dict[str, Any]:
     """The stack on `port` now.
 
-    Keys: processes, running, waiting, kv_blocks_used, kv_blocks_free, workers, classes,
-    degrade_level, weights_age_s, weights_stale, draining. Raises `SetupError` where none runs.
+    Keys: processes, running, waiting, kv_blocks_used, kv_blocks_free, kv_blocks_peak, workers,
+    classes, degrade_level, weights_age_s, weights_stale, draining. Raises `SetupError` where none
+    runs.
     """
     config, run = stack_on(port)
     pid = run_directory.supervisor_pid(run)

@@ -45,12 +45,14 @@ def document(**other: Any) -> dict[str, Any]:
     return {
         "processes": [
             {"role": "supervisor", "pid": 10, "rss_mb": 50.5},
-            {"role": "worker", "pid": 11, "rss_mb": 400.0, "class": "gpu"},
+            {"role": "worker", "pid": 11, "rss_mb": 400.0, "class": "gpu", "peak_mb": 512.5}
+            | {"allocator": "jemalloc"},
         ],
         "running": 4,
         "waiting": 8,
         "kv_blocks_used": 10,
         "kv_blocks_free": 90,
+        "kv_blocks_peak": 70,
         "workers": STATE["workers"],
         "classes": entries(),
         "degrade_level": 2,
@@ -98,7 +100,7 @@ def test_tables_show_each_class_and_each_process() -> None:
     assert "gpu emulated 2 4/64 1 7 2.5 s 86 C 97% - 0.50 18% 100%" in shown
     assert "last columns: shares of standard requests by prompt" in shown
     assert "supervisor 10 50.5" in shown
-    assert "worker gpu 11 400.0" in shown
+    assert "worker gpu 11 400.0 512.5 jemalloc" in shown
 
 
 def test_what_nobody_tells_is_a_dash() -> None:

@@ -181,5 +181,6 @@ def test_load_is_unknown_while_no_gateway_answers(run: RunDir) -> None:
         "waiting": None,
         "kv_blocks_used": None,
         "kv_blocks_free": None,
+        "kv_blocks_peak": None,
         "workers": None,
     }
