@@ -126,8 +126,8 @@ class Trainer:
         return 1 if is_first else self._plan.unroll
 
     def _goal(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """(ids, shares, entropy [N]): the target's distribution, in prompts too, which are text like
-        other; in answers with a share of the target's own token."""
+        """(ids, shares, entropy [N]) of the known rows: the target's distribution, and in answers a
+        share of the target's own token. Nobody chose those of a prompt."""
         known = batch.is_known
         labels = batch.labels[known][:, None]
         own = self._plan.hard_share * (batch.is_answer[known][:, None] & (labels >= 0))
