@@ -9,6 +9,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from mirror_sd import allocator
 from mirror_sd.backends.native.native_backend import chosen_isa
 from tests.system.stack import MODEL, Stack, until
 
@@ -84,6 +85,20 @@ def test_a_refused_request_is_counted_by_its_status(stack: Stack, http: httpx.Cl
 def test_free_and_used_blocks_add_up_and_idle_uses_none(stack: Stack) -> None:
     until(stack.idle, 2.0, "idle")
     assert stack.total("mirror_worker_kv_blocks_free") > 100
+
+
+def test_the_malloc_and_the_peaks_of_each_worker_are_told(stack: Stack, http: httpx.Client) -> None:
+    assert http.post("/v1/completions", json=BODY).status_code == 200
+    until(lambda: stack.total("mirror_worker_kv_blocks_peak") > 0, 5.0, "a peak of blocks")
+    [labels] = [
+        labels for name, labels, _ in stack.samples() if name == "mirror_worker_allocator_info"
+    ]
+    there = "glibc" if allocator.find_jemalloc() is None else "jemalloc"
+    assert labels == {"class": "cpu", "allocator": there}
+    assert stack.total("mirror_worker_memory_peak_bytes") > 100 * 2**20
+    until(lambda: stack.status()["kv_blocks_peak"] > 0, 5.0, "a peak of blocks in the status")
+    [worker] = [item for item in stack.status()["processes"] if item["role"] == "worker"]
+    assert worker["allocator"] == there and worker["peak_mb"] >= worker["rss_mb"] > 100
 
 
 def test_the_engine_of_each_worker_is_told(stack: Stack) -> None:
