@@ -34,6 +34,7 @@ set_up() {
     fi
     install_packages "$kind"
     is_native_settled || install_compiler
+    is_venv_ready "$kind" || install_jemalloc
     is_venv_ready "$kind" || install_venv "$kind"
     is_native_settled || build_native
     is_native_built || say "going on without the C++ engine; this tells why it is not built:" \
@@ -248,6 +249,20 @@ install_compiler() {
     [ "${#missing[@]}" -gt 0 ] || return 0
     if ! has_command apt-get || ! find_root; then
         say "the C++ engine needs ${missing[*]}, which cannot be installed from here"
+        return 0
+    fi
+    say "installing ${missing[*]}"
+    apt_install "${as_root[@]}" && return
+    "${as_root[@]}" apt-get update >&2 && apt_install "${as_root[@]}" ||
+        say "could not install ${missing[*]}, see above; going on without"
+}
+
+# Workers do without, on the malloc of the C library; the log of their pool says so.
+install_jemalloc() {
+    local missing=(libjemalloc2) as_root=()
+    ! compgen -G '/usr/lib*/libjemalloc.so.2' >/dev/null || return 0
+    ! compgen -G '/usr/lib/*/libjemalloc.so.2' >/dev/null || return 0
+    if ! has_command apt-get || ! find_root; then
         return 0
     fi
     say "installing ${missing[*]}"
