@@ -12,6 +12,8 @@ from mirror_sd import planning
 from mirror_sd.drafting import addresses
 from mirror_sd.errors import ConfigError
 from mirror_sd.run_dir import RunDir
+from mirror_sd.supervisor.edge import Nginx
+from mirror_sd.supervisor.stack import Stack
 from workers import drafter
 from workers.pool import chosen_cores
 
@@ -76,3 +78,16 @@ def test_cores_that_are_not_there_are_refused_with_those_that_are() -> None:
 def test_a_drafter_that_is_not_configured_does_not_start() -> None:
     with pytest.raises(ConfigError, match="no drafter 'cpu' is configured"):
         drafter.load(configuration.load(environ={}), RUN, "cpu", 0)
+
+
+def test_the_stack_starts_each_drafter_with_a_log_and_a_role_of_its_own() -> None:
+    config = configuration.load(overrides=["drafters.cpu.workers=2"], environ={})
+    stack = Stack(config, RUN, Nginx(Path("/usr/sbin/nginx"), ()))
+    specs = [child.spec for child in stack._drafters]
+    assert [spec.name for spec in specs] == ["drafter-cpu-0", "drafter-cpu-1"]
+    assert [spec.argv[-4:] for spec in specs] == [
+        ["--class", "cpu", "--index", "0"],
+        ["--class", "cpu", "--index", "1"],
+    ]
+    assert {spec.env["MIRROR_SD_ROLE"] for spec in specs} == {"drafter"}
+    assert len({spec.log for spec in specs}) == 2
