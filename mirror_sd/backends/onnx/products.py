@@ -139,5 +139,9 @@ class Products:
 
 def bf16_bits(values: Float32) -> NDArray[np.uint16]:
     """Rounded to even, as bits: numpy has no bfloat16."""
-    bits = values.astype(np.float32).view(np.uint32)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    rounded = np.empty(values.shape, np.uint16)
+    for first in range(0, len(values), _ROWS_AT_ONCE):
+        rows = slice(first, first + _ROWS_AT_ONCE)
+        bits = np.ascontiguousarray(values[rows]).view(np.uint32)
+        rounded[rows] = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return rounded
