@@ -16,6 +16,7 @@ from mirror_sd.backends.stepped_draft import DraftRows, SteppedDraft
 from mirror_sd.backends.xla.decoder import (
     CHUNK,
     DTYPES,
+    KV_BYTES,
     Context,
     Decoder,
     Inputs,
@@ -55,7 +56,7 @@ class XlaDraftHead(SteppedDraft[Float32]):
         return jax.device_put(values.astype(DTYPES[dtype]), self._device)
 
     def kv_bytes_per_block(self, block_size: int) -> int:
-        return self._decoder.cache_shape(1).dtype.itemsize * 2 * self._model.kv_size * block_size
+        return KV_BYTES[self._plan.kv] * 2 * self._model.kv_size * block_size
 
     def allocate_kv(self, num_blocks: int, block_size: int) -> None:
         super().allocate_kv(num_blocks, block_size)
