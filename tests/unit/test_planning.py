@@ -116,6 +116,14 @@ mirror_gateway_disconnects_total 5.0
     assert planning.traffic(text) == Traffic(12.0, 2400.0, 600.0)
 
 
+def test_xla_on_a_core_is_planned_with_as_such_and_not_as_a_tpu() -> None:
+    named = ("pools.tpu.engine=xla", "pools.tpu.device=cpu", "drafters.cpu={}")
+    here, there = explain(*named), explain(named[0], named[2])
+    steps = [report.devices[-1].latency_s for report in (here, there)]
+    assert steps[0] > 2 * steps[1]
+    assert here.plan.drafters_of("tpu")[0].length > there.plan.drafters_of("tpu")[0].length
+
+
 def test_every_shipped_profile_can_be_planned_with() -> None:
     from workers.profile import expected
 
