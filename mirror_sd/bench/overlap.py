@@ -272,7 +272,7 @@ def command(
     drafter_core: Annotated[int, typer.Option(min=0, help="Core of the drafter.")] = 0,
     lengths: Annotated[
         str, typer.Option(help="Comma list: tokens of a serial proposal; the best counts.")
-    ] = "4,6,8,10",
+    ] = "6,8,10,12",
     rounds: Rounds = 2,
     plot: Annotated[Path, typer.Option(help="Where the timeline is drawn, a PNG.")] = Path(
         "bench-overlap.png"
