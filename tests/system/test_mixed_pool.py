@@ -23,6 +23,8 @@ from tests.system.stack import MODEL, ROOT, Stack, started, until
 from workers.emulated_text import EmulatedText, word_ids
 
 CLASSES = ("cpu", "gpu", "tpu")
+# Of the TPU's pool; XLA on one core takes half a minute to compile where it has not been run before.
+TPU_ENGINE = "torch"
 # Of a whole stream, and of an answer that only has to show whose it is.
 TOKENS, FEW = 40, 16
 # The tokens that end an answer, so that each is as long as it is asked to be.
@@ -46,7 +48,7 @@ def settings() -> list[str]:
     cores = sorted(os.sched_getaffinity(0))
     return [
         *("pools.cpu.threads=1", f"pools.cpu.cores=[{cores[0]}]"),
-        *("pools.tpu.engine=torch", "pools.tpu.device=cpu", "pools.tpu.precision=bf16"),
+        *(f"pools.tpu.engine={TPU_ENGINE}", "pools.tpu.device=cpu", "pools.tpu.precision=bf16"),
         *("pools.tpu.threads=1", f"pools.tpu.cores=[{cores[-1]}]"),
         "pools.gpu.engine=emulated",
         # A class helps no other while that lives, and soon when it is dead.
