@@ -23,7 +23,7 @@ from tests.system.stack import MODEL, ROOT, Stack, started, until
 from workers.emulated_text import EmulatedText, word_ids
 
 CLASSES = ("cpu", "gpu", "tpu")
-# Of the TPU's pool; XLA on one core takes half a minute to compile where it has not been run before.
+# Of the TPU's pool. XLA on one core compiles for half a minute where it has not been run before.
 TPU_ENGINE = "torch"
 # Of a whole stream, and of an answer that only has to show whose it is.
 TOKENS, FEW = 40, 16
