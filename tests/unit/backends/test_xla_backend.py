@@ -12,7 +12,7 @@ import pytest
 from mirror_sd.backends import registry
 from mirror_sd.backends.protocol import RaggedBatch
 from mirror_sd.backends.reference_backend import ReferenceBackend
-from mirror_sd.backends.xla import buckets, runtime
+from mirror_sd.backends.xla import buckets, executor, runtime
 from mirror_sd.backends.xla.buckets import NARROW, WIDE, Bucket
 from mirror_sd.errors import ConfigError
 from mirror_sd.model_store import ModelFiles
@@ -75,6 +75,18 @@ def test_bf16_is_near_fp32_and_stable(tiny_model: Callable[..., Any]) -> None:
     assert np.array_equal(shuffled, whole)
     # 3 layers, keys and values, 2 heads of 16, 2 bytes
     assert backend.kv_bytes_per_block(16) == 3 * 2 * 2 * 16 * 2 * 16
+
+
+def test_spans_of_other_devices_are_computed_in_groups(
+    tiny_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(executor, "GROUPS", {"cpu": 8})
+    tiny = tiny_model("LlamaConfig", max_position_embeddings=512)
+    backend = create(tiny.files)
+    backend.allocate_kv(stability.BLOCKS, 16)
+    prompts = [np.random.default_rng(n).integers(0, 160, n) for n in (200, *range(1, 12))]
+    for ids, got in zip(prompts, stability.shuffled(backend, prompts, 1, 16), strict=True):
+        assert np.abs(got - tiny.logits(ids)).max() < 1e-3
 
 
 @pytest.fixture(scope="module")
