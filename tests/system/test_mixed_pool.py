@@ -23,8 +23,8 @@ from tests.system.stack import MODEL, ROOT, Stack, started, until
 from workers.emulated_text import EmulatedText, word_ids
 
 CLASSES = ("cpu", "gpu", "tpu")
-# Of the TPU's pool. XLA on one core compiles for half a minute where it has not been run before.
-TPU_ENGINE = "torch"
+# XLA compiles for half a minute where it has not been run before.
+TPU_ENGINE = "xla"
 # Of a whole stream, and of an answer that only has to show whose it is.
 TOKENS, FEW = 40, 16
 # The tokens that end an answer, so that each is as long as it is asked to be.
