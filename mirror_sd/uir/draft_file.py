@@ -42,6 +42,7 @@ Float32 = NDArray[np.float32]
 VECTORS = ("embedding_norm", "feature_norm", "attention_norm", "mlp_norm", "final_norm")
 MATRICES = ("fuse_features", "fuse_input", "q", "k", "v", "o", "gate", "up", "down", "head")
 _STORED: dict[str, type[Any]] = {"int8": np.int8, "fp16": np.float16, "fp32": np.float32}
+_FORMATS = (*_STORED.values(), np.int32, np.uint16)
 
 
 class DraftMismatch(ModelError):
@@ -179,12 +180,20 @@ def _contents(
             raise OSError("it is not a regular file")
         with safe_open(path, framework="numpy") as file:
             names = file.keys() if has_tensors else ()
-            return file.metadata() or {}, {name: file.get_tensor(name) for name in names}
+            tensors = {name: file.get_tensor(name) for name in names}
+            metadata = file.metadata() or {}
     except (OSError, ValueError, SafetensorError) as error:
         raise ModelError(f"cannot read the draft {path}: {error}") from error
     except (AttributeError, TypeError) as error:
         # So it is told of formats of numbers that numpy has not: bfloat16, float8.
         raise ModelError(f"cannot read the numbers of the draft {path}: {error}") from error
+    for name, values in tensors.items():
+        # It has them all in a process that imported JAX.
+        if values.dtype not in _FORMATS:
+            raise ModelError(
+                f"cannot read the numbers of the draft {path}: {name} is {values.dtype}"
+            )
+    return metadata, tensors
 
 
 def check_target(
