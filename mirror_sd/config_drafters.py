@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
-from urllib.parse import urlsplit
+import re
+from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+# Both ends use it: a worker cannot connect to `*`, and ZeroMQ knows no path, user or query.
+_ADDRESS = re.compile(r"tcp://(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):([1-9][0-9]{0,4})")
+_LAST_PORT = 65_535
 
 
 class DrafterConfig(BaseModel):
@@ -49,11 +53,17 @@ class DrafterConfig(BaseModel):
     @field_validator("address")
     @classmethod
     def _address_is_tcp(cls, address: str | None) -> str | None:
-        if address is not None:
-            parts = urlsplit(address)
-            if parts.scheme != "tcp" or not parts.hostname or parts.port is None:
-                raise ValueError("write it as tcp://HOST:PORT")
+        if address is not None and not _ADDRESS.fullmatch(address):
+            raise ValueError("write it as tcp://HOST:PORT")
         return address
+
+    @model_validator(mode="after")
+    def _each_has_a_port(self) -> Self:
+        if self.address is not None:
+            last = int(self.address.rpartition(":")[2]) + self.workers - 1
+            if last > _LAST_PORT:
+                raise ValueError(f"{self.workers} drafters from {self.address} on need port {last}")
+        return self
 
     def serves_class(self, device_class: str, own_class: str) -> bool:
         """Whether it drafts for the workers of `device_class`, itself being of `own_class`."""

@@ -20,13 +20,16 @@ def register(app: typer.Typer) -> None:
 
 def plan(
     qps: Annotated[
-        float | None, typer.Option(min=0, help="Requests a second; default: as measured now.")
+        float | None,
+        typer.Option(min=0, max=1e9, help="Requests a second; default: as measured now."),
     ] = None,
     prompt_tokens: Annotated[
-        float | None, typer.Option(min=1, help="Mean prompt; default: as measured, or 200.")
+        float | None,
+        typer.Option(min=1, max=1e9, help="Mean prompt; default: as measured, or 200."),
     ] = None,
     answer_tokens: Annotated[
-        float | None, typer.Option(min=1, help="Mean answer; default: as measured, or 128.")
+        float | None,
+        typer.Option(min=1, max=1e9, help="Mean answer; default: as measured, or 128."),
     ] = None,
     port: Port = DEFAULT_PORT,
     config: ConfigFile = None,

@@ -104,6 +104,18 @@ def test_a_policy_is_not_made_up_where_no_stack_was_asked(
         cli("--policy")
 
 
+@pytest.mark.parametrize("option", ["--qps", "--prompt-tokens", "--answer-tokens"])
+@pytest.mark.parametrize("number", ["inf", "nan", "-1", "1e300"])
+def test_a_load_that_is_no_number_of_requests_or_tokens_is_refused(
+    option: str, number: str
+) -> None:
+    app = typer.Typer()
+    plan_cli.register(app)
+    done = CliRunner().invoke(app, [option, number, "--json", "--set", EMULATED[0]])
+    assert done.exit_code == 2
+    assert option in done.output
+
+
 def test_requests_that_were_refused_do_not_count_for_the_mean_length() -> None:
     text = """
 mirror_gateway_requests_total{class="cpu",tier="vip",status="200"} 8.0
