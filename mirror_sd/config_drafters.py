@@ -7,8 +7,9 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-# Both ends use it: a worker cannot connect to `*`, and ZeroMQ knows no path, user or query.
-_ADDRESS = re.compile(r"tcp://(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):([1-9][0-9]{0,4})")
+# Both ends use it: a worker cannot connect to `*`, and ZeroMQ knows no path, user or query, and
+# IPv6 only where it is told to.
+_ADDRESS = re.compile(r"tcp://[A-Za-z0-9._-]+:[1-9][0-9]{0,4}")
 _LAST_PORT = 65_535
 
 
@@ -54,7 +55,7 @@ class DrafterConfig(BaseModel):
     @classmethod
     def _address_is_tcp(cls, address: str | None) -> str | None:
         if address is not None and not _ADDRESS.fullmatch(address):
-            raise ValueError("write it as tcp://HOST:PORT")
+            raise ValueError("write it as tcp://HOST:PORT, HOST a name or an IPv4 address")
         return address
 
     @model_validator(mode="after")

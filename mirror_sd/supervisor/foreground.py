@@ -49,6 +49,7 @@ def _run(config: Config, claim: Claim, announce: Callable[[str], None]) -> int:
     is_guarded = preflight.check_exposure(config)
     claim.acquire()
     preflight.check_ports(config.server)
+    preflight.check_drafters(config)
     preflight.check_disk(run.path)
     found = lay_out_tokenizer(config, run)
     name = config.model.served_name or found

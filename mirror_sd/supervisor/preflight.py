@@ -31,6 +31,23 @@ def check_ports(server: ServerConfig) -> None:
     check_port("127.0.0.1", admin, "server.admin_port")
 
 
+def check_drafters(config: Config) -> None:
+    """Raises `SetupError` where a drafter cannot listen at its address. Found by the drafter
+    itself, that would end the start only if its model is loaded before the stack is ready."""
+    server = config.server
+    taken = {server.port: "server.port", server.effective_admin_port: "server.admin_port"}
+    for name, drafter in config.drafters.items():
+        if drafter.address is None:
+            continue
+        setting = f"drafters.{name}.address"
+        host, _, port = drafter.address.removeprefix("tcp://").rpartition(":")
+        for number in range(int(port), int(port) + drafter.workers):
+            if number in taken:
+                raise ConfigError(f"{setting}: port {number} is that of {taken[number]}")
+            taken[number] = setting
+            check_port(host, number, setting, host_setting=setting)
+
+
 def free_ports(count: int) -> list[int]:
     """Ports of the loopback address that nobody listens on at this moment."""
     with ExitStack() as held:
@@ -40,14 +57,16 @@ def free_ports(count: int) -> list[int]:
         return [int(probe.getsockname()[1]) for probe in probes]
 
 
-def check_port(host: str, port: int, setting: str = "--port") -> None:
+def check_port(
+    host: str, port: int, setting: str = "--port", *, host_setting: str = "server.host"
+) -> None:
     """Raises `SetupError` naming the holder of the port where it can be found."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
     except (OSError, UnicodeError) as error:
-        raise ConfigError(f"server.host: {host!r} is not an address of this machine") from error
+        raise ConfigError(f"{host_setting}: {host!r} is not an address of this machine") from error
     with socket.socket(family, kind, protocol) as probe:
         # As nginx does, so that connections in TIME_WAIT do not count.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

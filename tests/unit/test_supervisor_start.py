@@ -18,7 +18,7 @@ import pytest
 
 from mirror_sd.api.tokenizer import Tokenizer
 from mirror_sd.config import Config, ServerConfig, load
-from mirror_sd.errors import ModelError, SetupError
+from mirror_sd.errors import ConfigError, ModelError, SetupError
 from mirror_sd.keys import KeyFile
 from mirror_sd.run_dir import RunDir
 from mirror_sd.supervisor import (
@@ -59,6 +59,28 @@ def test_admin_port_is_another_than_the_public_one_and_free_too() -> None:
         preflight.check_ports(ServerConfig(port=free, admin_port=taken))
     with pytest.raises(SetupError, match=r"server\.admin_port: 8080"):
         preflight.check_ports(ServerConfig(port=8080, admin_port=8080))
+
+
+def test_drafters_that_cannot_listen_are_told_before_anything_starts() -> None:
+    def check(*drafters: str) -> None:
+        settings = [f"drafters.{drafter}" for drafter in drafters]
+        preflight.check_drafters(load(overrides=settings, environ={}))
+
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        with pytest.raises(SetupError, match=rf"{port} is taken by .*drafters\.cpu\.address"):
+            check(f"cpu.address=tcp://127.0.0.1:{port}")
+    for host in ("203.0.113.7", "no.such.host.invalid"):
+        with pytest.raises(SetupError, match=host):
+            check(f"cpu.address=tcp://{host}:7100")
+    [free] = preflight.free_ports(1)
+    with pytest.raises(ConfigError, match=r"tpu\.address: .* that of drafters\.cpu\.address"):
+        check(*(f"{name}.address=tcp://127.0.0.1:{free}" for name in ("cpu", "tpu")))
+    with pytest.raises(ConfigError, match=r"that of server\.port"):
+        check("cpu.address=tcp://127.0.0.1:8080")
+    check(f"cpu.address=tcp://127.0.0.1:{free}", "tpu={}")
 
 
 @pytest.mark.parametrize("host", ["no.such.host.invalid", "300.1.2.3", "203.0.113.7"])

@@ -60,6 +60,7 @@ def test_each_worker_of_a_drafter_listens_at_a_place_of_its_own() -> None:
         "drafters.cpu.address=tcp://me@127.0.0.1:7100",
         "drafters.cpu.address=tcp://*:7100",
         "drafters.cpu.address=TCP://127.0.0.1:7100",
+        "drafters.cpu.address='tcp://[::1]:7100'",
         "drafters.cpu.address=tcp://127.0.0.1:0",
         "drafters.cpu.address=tcp://127.0.0.1:65536",
         "drafters.cpu={address: 'tcp://127.0.0.1:65535', workers: 2}",
