@@ -12,8 +12,11 @@ from mirror_sd.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 
-def create_backend(config: Config, device_class: str, threads: int | None = None) -> Backend:
-    """The back end that the configuration describes for a class; loads the model.
+def create_backend(
+    config: Config, device_class: str, threads: int | None = None, *, section: str = "pools"
+) -> Backend:
+    """The back end that the configuration describes for a class; loads the model. `section` is the
+    one that messages name.
 
     Raises `ConfigError` or `ModelError`.
     """
@@ -24,7 +27,7 @@ def create_backend(config: Config, device_class: str, threads: int | None = None
     if device_class != "cpu":
         # Before torch is imported, which reads it then.
         os.environ.update(cuda_allocator.environment(pool.device, os.environ))
-    device = _device(pool, device_class)
+    device = _device(pool, device_class, section)
     threads = threads or pool.threads or len(os.sched_getaffinity(0))
     for name, value in openmp.environment(threads).items():
         os.environ.setdefault(name, value)  # a pool has set them for its workers
@@ -41,13 +44,14 @@ def create_backend(config: Config, device_class: str, threads: int | None = None
     )
 
 
-def _device(pool: PoolConfig, device_class: str) -> str:
+def _device(pool: PoolConfig, device_class: str, section: str) -> str:
     """The device of a pool; raises `ConfigError` where torch finds none of its class for `auto`."""
     if pool.device != "auto":
         if device_class != "cpu" and pool.device == "cpu":
             logger.warning(
-                "the pool %s computes on the CPU: pools.%s.device is cpu",
+                "class %s computes on the CPU: %s.%s.device is cpu",
                 device_class,
+                section,
                 device_class,
             )
         return pool.device
@@ -64,10 +68,11 @@ def _device(pool: PoolConfig, device_class: str) -> str:
             return "cuda"
         if torch.xpu.is_available():
             return "xpu"
+    setting = f"{section}.{device_class}"
+    emulated = f"{setting}.engine=emulated to emulate one, or " if section == "pools" else ""
     raise ConfigError(
-        f"pools.{device_class}.device is auto, and there is no {device_class} here that torch can"
-        f" use; set pools.{device_class}.engine=emulated to emulate one, or"
-        f" pools.{device_class}.device=cpu to compute on the CPU"
+        f"{setting}.device is auto, and there is no {device_class} here that torch can use;"
+        f" set {emulated}{setting}.device=cpu to compute on the CPU"
     )
 
 

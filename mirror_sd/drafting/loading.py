@@ -28,7 +28,9 @@ def load(config: Config, device_class: str, threads: int | None) -> tuple[DraftE
             f" {config.model.path!r}: a draft must have its target's tokens"
         )
     engine = DraftEngine(
-        create_backend(_as_pool(config, device_class, settings), device_class, threads),
+        create_backend(
+            _as_pool(config, device_class, settings), device_class, threads, section="drafters"
+        ),
         kv_cache_mb=config.engine.kv_cache_mb,
         most_sessions=settings.sessions,
     )

@@ -9,7 +9,7 @@ import pytest
 
 from mirror_sd import config as configuration
 from mirror_sd import planning
-from mirror_sd.drafting import addresses
+from mirror_sd.drafting import addresses, loading
 from mirror_sd.errors import ConfigError
 from mirror_sd.run_dir import RunDir
 from mirror_sd.supervisor.edge import Nginx
@@ -87,6 +87,21 @@ def test_cores_that_are_not_there_are_refused_with_those_that_are() -> None:
 def test_a_drafter_that_is_not_configured_does_not_start() -> None:
     with pytest.raises(ConfigError, match="no drafter 'cpu' is configured"):
         drafter.load(configuration.load(environ={}), RUN, "cpu", 0)
+
+
+def test_a_drafter_without_its_device_names_its_own_setting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        (tmp_path / name).write_text("{}")
+    monkeypatch.setattr(loading, "tokenizer_digest", str)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.xpu.is_available", lambda: False)
+    settings = ["drafters.gpu={}", f"model.path={tmp_path}"]
+    with pytest.raises(ConfigError, match=r"^drafters\.gpu\.device is auto") as found:
+        loading.load(configuration.load(overrides=settings, environ={}), "gpu", threads=1)
+    assert "pools." not in found.value.message
+    assert "emulated" not in found.value.message
 
 
 def test_the_stack_starts_each_drafter_with_a_log_and_a_role_of_its_own() -> None:
