@@ -283,7 +283,7 @@ def command(
     """Drafting on one class of devices while another verifies: tok/s plain, in turns, at once.
 
     `covered_share`: of the time of verifies, that during which the drafter made a token of the
-    answer that the target did not have yet. docs/backends.md explains every key.
+    answer that the target did not have yet. docs/benchmarks.md explains every key.
     """
     drawing.pyplot()
     config = settings(target_core, drafter_core, overrides)

@@ -110,6 +110,13 @@ def test_relative_links_lead_to_files(page: Path) -> None:
     assert [target for target in targets if not (page.parent / target).exists()] == []
 
 
+def test_what_to_install_is_said_by_the_clone_not_by_a_name_of_a_registry() -> None:
+    sources = [
+        path for folder in ("mirror_sd", "workers") for path in (ROOT / folder).rglob("*.py")
+    ]
+    assert [path for path in sources if "mirror-sd[" in path.read_text(encoding="utf-8")] == []
+
+
 if __name__ == "__main__":
     print("\n".join(setting_rows()))
     print()

@@ -29,7 +29,7 @@ _CUDA = "CUDAExecutionProvider"
 PROVIDERS = {
     provider.name: provider
     for provider in (
-        Provider("cpu", (_CPU,), "pip install 'mirror-sd[edge]'", has_block_products=True),
+        Provider("cpu", (_CPU,), "pip install -e '.[edge]' in the clone", has_block_products=True),
         Provider(
             "cuda",
             (_CUDA, _CPU),

@@ -13,7 +13,7 @@ from mirror_sd.model_store import cache_dir
 
 log = logging.getLogger(__name__)
 
-INSTALL = "pip install 'mirror-sd[tpu]'; on a TPU host also 'jax[tpu]'"
+INSTALL = "pip install -e '.[tpu]' in the clone; on a TPU host also 'jax[tpu]'"
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from mirror_sd.bench import overlap as bench
@@ -64,6 +66,9 @@ def test_figures_take_the_best_serial_length_and_the_median_round():
     assert figures["identical_to_plain"] and figures["accepted_per_verify"] == 3.0
     runs[Way(SERIAL, 2)] = [run(14, answer=(1, 3))]
     assert not bench._figures(runs, [timeline])["identical_to_plain"]
+    page = Path(__file__).resolve().parents[3] / "docs/benchmarks.md"
+    text = page.read_text(encoding="utf-8")
+    assert [key for key in figures if f"`{key}`" not in text] == []
 
 
 def test_the_picture_is_a_png(tmp_path):
