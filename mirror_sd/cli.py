@@ -192,7 +192,7 @@ def generate(
     from mirror_sd import offline
 
     request = offline.Request(
-        text=sys.stdin.read() if text == "-" else text,
+        text=offline.open_input().read() if text == "-" else text,
         max_tokens=max_tokens,
         temperature=temperature,
         top_p=top_p,

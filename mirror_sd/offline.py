@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import secrets
 import sys
 import tempfile
@@ -9,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TextIO
 
 from mirror_sd import engine as engines
 from mirror_sd import model_store
@@ -16,7 +18,13 @@ from mirror_sd.api.detokeniser import detokeniser
 from mirror_sd.api.tokenizer import Tokenizer
 from mirror_sd.config import Config
 from mirror_sd.engine import Engine
-from mirror_sd.errors import BY_CODE, ContextLengthExceeded, InternalError, SetupError
+from mirror_sd.errors import (
+    BY_CODE,
+    ContextLengthExceeded,
+    InternalError,
+    InvalidRequest,
+    SetupError,
+)
 from mirror_sd.messages import Chunk, Failed, Finished, SamplingParams, SequenceUsage, Submit
 from mirror_sd.uir import tokenizer_files
 
@@ -111,6 +119,7 @@ def _max_tokens(request: Request, prompt: int, context: int) -> int:
 
 
 def _prompt(tokenizer: Tokenizer, request: Request) -> list[int]:
+    check_text(request.text)
     if request.is_raw:
         return tokenizer.encode_prompt(request.text)
     if not tokenizer.has_chat_template:
@@ -139,6 +148,25 @@ def load_tokenizer(config: Config) -> Tokenizer:
     with tempfile.TemporaryDirectory(prefix="mirror-sd-") as directory:
         tokenizer_files.export(model_store.resolve(config.model.path), Path(directory))
         return Tokenizer.from_directory(Path(directory))
+
+
+def open_input() -> TextIO:
+    """Standard input that lets through what is not UTF-8, for `check_text` to refuse: by default
+    it depends on the locale whether reading fails."""
+    # Once: after the first read it cannot be set again.
+    if isinstance(sys.stdin, io.TextIOWrapper) and sys.stdin.errors != "surrogateescape":
+        sys.stdin.reconfigure(errors="surrogateescape")
+    return sys.stdin
+
+
+def check_text(text: str) -> None:
+    """Raises `InvalidRequest` for bytes of a terminal, a pipe or an argument that are no text."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(
+            f"the text is not UTF-8: there is a stray byte after {error.start} characters"
+        ) from error
 
 
 def to_terminal(text: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -86,6 +85,7 @@ def edge(
     logs.configure(COMMAND, level=os.environ.get(logs.ENV_LEVEL) or "WARNING", is_console=True)
     from mirror_sd.edge import conversation
     from mirror_sd.edge.session import EdgeSession, Options
+    from mirror_sd.offline import open_input
 
     options = Options(
         draft_engine=draft_engine,
@@ -103,7 +103,7 @@ def edge(
     if text is None:
         status = conversation.hold(session, shows_stats=stats)
     else:
-        question = sys.stdin.read() if text == "-" else text
+        question = open_input().read() if text == "-" else text
         status = conversation.answer_once(session, question, shows_stats=stats)
     raise typer.Exit(status)
 

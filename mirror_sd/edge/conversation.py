@@ -10,7 +10,7 @@ from types import FrameType
 
 from mirror_sd.edge.session import EdgeSession, Message
 from mirror_sd.errors import RequestError
-from mirror_sd.offline import to_terminal
+from mirror_sd.offline import open_input, to_terminal
 
 PROMPT = "> "
 _INTERRUPTED = 130
@@ -74,8 +74,9 @@ def _ending_on_interrupt(session: EdgeSession) -> Iterator[None]:
 
 def _read() -> str | None:
     """A line of standard input, None at its end."""
-    if not sys.stdin.isatty():
-        return sys.stdin.readline() or None
+    stdin = open_input()
+    if not stdin.isatty():
+        return stdin.readline() or None
     try:
         return input(PROMPT)
     except EOFError:

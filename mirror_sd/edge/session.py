@@ -171,8 +171,10 @@ class EdgeSession:
     def fitting(self, messages: Sequence[Message]) -> list[Message]:
         """The latest of the messages that leave room for an answer; oldest pairs go first.
 
-        Raises `ContextLengthExceeded` where the last alone leaves none.
+        Raises `ContextLengthExceeded` where the last alone leaves none, `InvalidRequest` where it
+        is no text.
         """
+        offline.check_text(messages[-1][1])
         kept = list(messages)
         while True:
             length = len(self._tokenizer.encode_chat(kept))

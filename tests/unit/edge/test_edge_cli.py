@@ -191,3 +191,27 @@ def test_lines_of_a_pipe_are_a_conversation() -> None:
     prompts = [int(n) for n in re.findall(r"(\d+) prompt tokens", done.stderr)]
     assert len(prompts) == 2 and prompts[1] > prompts[0] + 10
     assert "Ada" in done.stdout
+
+
+@pytest.mark.parametrize("locale_errors", ["strict", "surrogateescape"])
+def test_a_line_that_is_not_utf8_is_refused_and_the_conversation_goes_on(
+    locale_errors: str,
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "mirror_sd.cli", "--max-length", "8", "--stats"],
+        capture_output=True,
+        timeout=120,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONIOENCODING": f"utf-8:{locale_errors}"},
+        input=b"caf\xe9\nName a fruit.\n",
+    )
+    assert done.returncode == 0, done.stderr
+    assert b"the text is not UTF-8: there is a stray byte after 3 characters" in done.stderr
+    assert done.stderr.count(b"prompt tokens") == 1
+
+
+@pytest.mark.parametrize("words", [["--max-length", "8"], ["generate"]])
+def test_an_argument_that_is_not_utf8_ends_with_a_sentence(words: list[str]) -> None:
+    done = call(*words, "caf\udce9")
+    assert done.returncode == 1 and not done.stdout
+    assert done.stderr.startswith("mirror-sd: the text is not UTF-8"), done.stderr
