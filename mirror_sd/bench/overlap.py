@@ -286,6 +286,7 @@ def command(
     answer that the target did not have yet. docs/benchmarks.md explains every key.
     """
     drawing.pyplot()
+    proposals = numbers(lengths, "--lengths")
     config = settings(target_core, drafter_core, overrides)
     tokenizer = load_tokenizer(config)
     ids = encode(tokenizer, prompts.load(dataset, limit))
@@ -301,7 +302,7 @@ def command(
                 ids,
                 tokenizer.facts.eos_token_ids,
                 max_tokens=max_tokens,
-                lengths=numbers(lengths, "--lengths"),
+                lengths=proposals,
                 rounds=rounds,
             )
     abilities = target.engine.capabilities

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import typer
 
 from mirror_sd.bench import overlap as bench
 from mirror_sd.bench.overlap import OVERLAPPED, PLAIN, SERIAL, Run, Way
@@ -80,3 +81,8 @@ def test_the_picture_is_a_png(tmp_path):
 def test_cores_that_are_not_there_are_refused():
     with pytest.raises(ConfigError, match="core 999 is not usable"):
         bench.settings(999, 0, None)
+
+
+def test_lengths_that_are_no_numbers_are_refused_before_anything_is_loaded():
+    with pytest.raises(typer.BadParameter, match="positive numbers"):
+        bench.command(lengths="6,none", target_core=4096)
