@@ -13,6 +13,9 @@ import pytest
 
 from tests.system.stack import MODEL, Stack, started, until
 
+# A minute: `ops/test --slow -- tests/system/test_measured_split.py`.
+pytestmark = pytest.mark.slow
+
 # The policy that ships gives the CPU 0.7 of the short prompts; its steps take ten times as long.
 PACES = {"cpu": 50, "gpu": 5}
 

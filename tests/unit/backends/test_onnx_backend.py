@@ -158,7 +158,7 @@ def test_a_provider_that_is_absent_fails_with_what_to_install(name: str, says: s
 
 def test_a_missing_package_fails_with_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    with pytest.raises(ConfigError, match=r"mirror-sd\[edge\]"):
+    with pytest.raises(ConfigError, match=r"pip install -e '\.\[edge\]'"):
         providers.find("cpu")
 
 
