@@ -88,6 +88,10 @@ def test_an_answer_drafted_from_the_tenants_history_or_a_hint_is_the_one_without
     assert drafts(plain) == {}
     first = ask(client, text, HISTORY, **fields)
     again = ask(client, text, HISTORY, **fields)
+    for _ in range(20):  # the first requests of a stack may still go without
+        if drafts(again):
+            break
+        again = ask(client, text, HISTORY, **fields)
     assert first["choices"] == again["choices"] == plain["choices"]
     assert set(drafts(again)) == {"history"}
     assert drafts(again)["history"]["accepted_tokens"] > 0
@@ -96,6 +100,10 @@ def test_an_answer_drafted_from_the_tenants_history_or_a_hint_is_the_one_without
         < (plain["usage"]["speculation"]["verify_rounds"])
     )
     hinted = ask(client, text, "auto", **fields)
+    for _ in range(20):
+        if drafts(hinted):
+            break
+        hinted = ask(client, text, "auto", **fields)
     assert hinted["choices"] == plain["choices"]
     assert set(drafts(hinted)) <= {"hint", "history", "lookup"} and drafts(hinted)
 
