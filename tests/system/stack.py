@@ -208,6 +208,16 @@ class Stack:
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         return httpx.Client(base_url=self.url, timeout=120, headers=headers)
 
+    def knows(self, key: str) -> bool:
+        """Whether all of nginx's workers know a key that was just added. Each reads the file for
+        itself, and until then lets anybody in where there was no key, as another tenant."""
+
+        def status(key: str | None) -> int:
+            with self.http(key) as http:
+                return http.get("/v1/models").status_code
+
+        return all(status(None) == 401 and status(key) == 200 for _ in range(6))
+
     def admin(self) -> AdminClient:
         token = (self.run / "admin-token").read_text().strip()
         return AdminClient(self.admin_port, token)

@@ -313,7 +313,7 @@ def test_standard_requests_are_refused_last_and_vip_requests_never() -> None:
                 headers = {"Authorization": f"Bearer {key}"}
                 return http.post("/v1/completions", json=PROMPT, headers=headers)
 
-        until(lambda: ask(standard).status_code == 200, 10.0, "keys that are known")
+        until(lambda: stack.knows(standard) and stack.knows(vip), 10.0, "keys that are known")
         with Traffic(stack, threads=20, max_tokens=8, key=standard) as traffic:
             until(lambda: edge(stack)["degrade_level"] == 3, 60.0, "the last step")
             refused = ask(standard)
