@@ -1,4 +1,4 @@
-"""CPU (native int8), TPU (another engine, in bf16) and an emulated GPU behind nginx with the policy
+"""CPU (native int8), TPU (XLA on a CPU, bf16) and an emulated GPU behind nginx with the policy
 that ships: each answer is that of its class, and a class that dies hands its streams to others."""
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ from tests.system.stack import MODEL, ROOT, Stack, started, until
 from workers.emulated_text import EmulatedText, word_ids
 
 CLASSES = ("cpu", "gpu", "tpu")
-# XLA compiles for half a minute where it has not been run before.
-TPU_ENGINE = "xla"
 # Of a whole stream, and of an answer that only has to show whose it is.
 TOKENS, FEW = 40, 16
 # The tokens that end an answer, so that each is as long as it is asked to be.
@@ -48,7 +46,8 @@ def settings() -> list[str]:
     cores = sorted(os.sched_getaffinity(0))
     return [
         *("pools.cpu.threads=1", f"pools.cpu.cores=[{cores[0]}]"),
-        *(f"pools.tpu.engine={TPU_ENGINE}", "pools.tpu.device=cpu", "pools.tpu.precision=bf16"),
+        # It compiles for half a minute where it has not been run before.
+        *("pools.tpu.engine=xla", "pools.tpu.device=cpu", "pools.tpu.precision=bf16"),
         *("pools.tpu.threads=1", f"pools.tpu.cores=[{cores[-1]}]"),
         "pools.gpu.engine=emulated",
         # A class helps no other while that lives, and soon when it is dead.
