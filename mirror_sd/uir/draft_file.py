@@ -34,6 +34,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mirror_sd.errors import ModelError
+from mirror_sd.uir import bfloat16
 
 FORMAT_VERSION = "1"
 GROUP = 32
@@ -145,9 +146,7 @@ def write(path: Path, program: DraftProgram) -> None:
         elif program.spec.precision == "int8":
             tensors[f"{name}.codes"], tensors[f"{name}.scales"] = quantise(values)
         elif program.spec.precision == "bf16":
-            # As its bits: numpy has no bfloat16. Rounded to even.
-            bits = values.astype(np.float32).view(np.uint32)
-            tensors[f"{name}.bf16"] = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+            tensors[f"{name}.bf16"] = bfloat16.bits(values)
         else:
             tensors[name] = values.astype(_STORED[program.spec.precision])
     metadata = {"mirror_sd_draft": FORMAT_VERSION, "spec": json.dumps(asdict(program.spec))}
@@ -269,7 +268,7 @@ def _weight(
             raise ModelError(f"the draft {path}: {name} has the wrong shape")
         values = dequantise(codes, scales)
     elif f"{name}.bf16" in tensors:
-        values = (tensors[f"{name}.bf16"].astype(np.uint32) << 16).view(np.float32)
+        values = bfloat16.widened(tensors[f"{name}.bf16"])
     elif name in tensors:
         values = tensors[name].astype(np.float32)
     else:

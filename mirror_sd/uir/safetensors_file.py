@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mirror_sd.errors import ModelError
+from mirror_sd.uir import bfloat16
 from mirror_sd.uir.weights import LazyTensor
 
 Float32 = NDArray[np.float32]
@@ -67,5 +68,5 @@ def _tensor(
 def _load(data: mmap.mmap, offset: int, shape: tuple[int, ...], stored: np.dtype[Any]) -> Float32:
     values = np.frombuffer(data, stored, math.prod(shape), offset).reshape(shape)
     if stored == BF16:
-        return (values.astype(np.uint32) << 16).view(np.float32)
+        return bfloat16.widened(values)
     return values.astype(np.float32, copy=False)

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mirror_sd.errors import ModelError
+from mirror_sd.uir import bfloat16
 from mirror_sd.uir.model_spec import Shape
 from mirror_sd.uir.precision_plan import Dtype
 
@@ -60,7 +61,7 @@ class StoredFormat:
         if self.dtype == "int8":
             return list(quantise(values, self.group))
         if self.dtype == "bf16":
-            return [_bf16_bits(values)]
+            return [bfloat16.bits(values)]
         if self.dtype == "fp16":
             if np.abs(values).max(initial=0.0) > np.finfo(np.float16).max:
                 raise ModelError(f"the tensor {name} has numbers beyond fp16's 65504: take bf16")
@@ -97,11 +98,5 @@ def dequantise(codes: NDArray[Any], scales: Float32, group: int | None) -> Float
 def widened(stored: NDArray[Any]) -> Float32:
     """fp32 from an array as `encode` gives it, other than int8."""
     if stored.dtype == np.uint16:
-        return (stored.astype(np.uint32) << 16).view(np.float32)
+        return bfloat16.widened(stored)
     return stored.astype(np.float32)
-
-
-def _bf16_bits(values: Float32) -> NDArray[np.uint16]:
-    """Rounded to even."""
-    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2")

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from mirror_sd.backends.onnx.graph import BFLOAT, FLOAT, HALF, GraphBuilder
 from mirror_sd.backends.onnx.providers import Provider
 from mirror_sd.errors import ConfigError
-from mirror_sd.uir import draft_file
+from mirror_sd.uir import bfloat16, draft_file
 
 Float32 = NDArray[np.float32]
 Precision = Literal["fp32", "fp16", "bf16", "int8"]
@@ -23,7 +23,7 @@ _GROUP = draft_file.GROUP
 # By `accuracy_level` 4 the activations are int8 too, with a scale for each 32.
 _INT8_ACTIVATIONS = 4
 _ZERO_POINT = 128
-# An embedding has tens of millions of values, and rounding takes them several times over.
+# An embedding has tens of millions of values, and quantising takes them several times over.
 _ROWS_AT_ONCE = 2048
 
 
@@ -75,7 +75,7 @@ class Products:
     def _narrow(self, graph: GraphBuilder, name: str, values: Float32) -> str:
         if self.precision == "fp16":
             return graph.weight(name, values.astype(np.float16))
-        return graph.weight(name, bf16_bits(values), BFLOAT)
+        return graph.weight(name, bfloat16.bits(values), BFLOAT)
 
     def _by_blocks(self, graph: GraphBuilder, name: str, x: str, matrix: Float32) -> str:
         codes, scales = self._blocks(graph, name, matrix)
@@ -135,13 +135,3 @@ class Products:
         values = graph.reshape(graph.op("Mul", signed, factors), 0, -1)
         width = matrix.shape[1]
         return values if width % _GROUP == 0 else graph.cut(values, width, axis=1)
-
-
-def bf16_bits(values: Float32) -> NDArray[np.uint16]:
-    """Rounded to even, as bits: numpy has no bfloat16."""
-    rounded = np.empty(values.shape, np.uint16)
-    for first in range(0, len(values), _ROWS_AT_ONCE):
-        rows = slice(first, first + _ROWS_AT_ONCE)
-        bits = np.ascontiguousarray(values[rows]).view(np.uint32)
-        rounded[rows] = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    return rounded
