@@ -100,7 +100,7 @@ def generate(config: Config, request: Request, show: Callable[[str], None]) -> S
         device_class=device_class,
     )
     text = detokeniser(tokenizer.vocabulary, is_text_start=not request.is_raw)
-    for token in _tokens(engine, submit, summary):
+    for token in tokens(engine, submit, summary):
         show(text.push(token))
     show(text.finish() + "\n")
     return summary
@@ -127,15 +127,27 @@ def _prompt(tokenizer: Tokenizer, request: Request) -> list[int]:
     return tokenizer.encode_chat([("user", request.text)])
 
 
-def _tokens(engine: Engine, submit: Submit, summary: Summary) -> Iterator[int]:
+def tokens(
+    engine: Engine,
+    submit: Submit,
+    summary: Summary,
+    is_stopped: Callable[[], bool] = lambda: False,
+) -> Iterator[int]:
+    """The answer of an engine that does nothing else, with its figures in the summary; it ends
+    early before a step that finds `is_stopped`. Raises the `MirrorError` of what failed."""
     begin = time.perf_counter()
+    count = 0
     engine.add(submit)
     while engine.has_work:
+        if is_stopped():
+            engine.abort(submit.request_id)
+            summary.usage = SequenceUsage(prompt_tokens=len(submit.prompt), completion_tokens=count)
         for output in engine.step():
             match output:
-                case Chunk(tokens=tokens):
+                case Chunk(tokens=new):
                     summary.first_token_s = summary.first_token_s or time.perf_counter() - begin
-                    yield from tokens
+                    count += len(new)
+                    yield from new
                 case Finished(usage=usage):
                     summary.usage = usage
                 case Failed(code=code, message=message):

@@ -17,8 +17,8 @@ from mirror_sd.backends.protocol import Backend, DraftHead
 from mirror_sd.config import Config
 from mirror_sd.engine import Engine
 from mirror_sd.engine_backend import create_backend
-from mirror_sd.errors import BY_CODE, ContextLengthExceeded, InternalError, SetupError
-from mirror_sd.messages import Chunk, Failed, Finished, SamplingParams, SequenceUsage, Submit
+from mirror_sd.errors import ContextLengthExceeded, SetupError
+from mirror_sd.messages import SamplingParams, Submit
 from mirror_sd.offline import Summary
 from mirror_sd.speculative.sampler import open_chooser
 from mirror_sd.speculative.sampling import TokenChooser
@@ -145,8 +145,9 @@ class EdgeSession:
     def describe(self) -> str:
         """The parts, for a person."""
         where = self._options.draft_engine
-        heads = {True: f"onnxruntime on {where}", False: self._target.name}
-        head = "none" if self._head is None else heads[where is not None]
+        head = self._target.name if where is None else f"onnxruntime on {where}"
+        if self._head is None:
+            head = "none"
         return (
             f"{self._files.name} on {self._target.name} in {self._target.precision},"
             f" draft head: {head}"
@@ -175,19 +176,17 @@ class EdgeSession:
         is no text.
         """
         offline.check_text(messages[-1][1])
-        kept = list(messages)
-        while True:
-            length = len(self._tokenizer.encode_chat(kept))
-            if length < self.engine.max_context and (
-                len(kept) == 1 or length + self._options.max_length <= self.engine.max_context
-            ):
+        kept, context = list(messages), self.engine.max_context
+        while len(kept) > 1:
+            if len(self._tokenizer.encode_chat(kept)) + self._options.max_length <= context:
                 return kept
-            if len(kept) == 1:
-                raise ContextLengthExceeded(
-                    f"a text of {length} tokens; the context of {self.engine.max_context} must"
-                    " leave room for an answer"
-                )
             del kept[:2]
+        length = len(self._tokenizer.encode_chat(kept))
+        if length >= context:
+            raise ContextLengthExceeded(
+                f"a text of {length} tokens; the context of {context} must leave room for an answer"
+            )
+        return kept
 
     def answer(self, messages: Sequence[Message], show: Callable[[str], None]) -> str:
         """Stream the answer to the last of the messages to `show`, and return it whole.
@@ -213,32 +212,10 @@ class EdgeSession:
         )
         text = detokeniser(self._tokenizer.vocabulary, is_text_start=True)
         pieces = []
-        for token in self._tokens(submit):
+        answer = offline.tokens(self.engine, submit, self.summary, lambda: self._is_stopped)
+        for token in answer:
             pieces.append(text.push(token))
             show(pieces[-1])
         pieces.append(text.finish())
         show(pieces[-1])
         return "".join(pieces)
-
-    def _tokens(self, submit: Submit) -> Iterator[int]:
-        begin = time.perf_counter()
-        count = 0
-        self.engine.add(submit)
-        while self.engine.has_work:
-            if self._is_stopped:
-                self.engine.abort(submit.request_id)
-                self.summary.usage = SequenceUsage(
-                    prompt_tokens=len(submit.prompt), completion_tokens=count
-                )
-            for output in self.engine.step():
-                match output:
-                    case Chunk(tokens=tokens):
-                        first = self.summary.first_token_s or time.perf_counter() - begin
-                        self.summary.first_token_s = first
-                        count += len(tokens)
-                        yield from tokens
-                    case Finished(usage=usage):
-                        self.summary.usage = usage
-                    case Failed(code=code, message=message):
-                        raise BY_CODE.get(code, InternalError)(message)
-        self.summary.total_s = time.perf_counter() - begin
