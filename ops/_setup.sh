@@ -94,6 +94,14 @@ apt_install() {
         apt-get install -y --no-install-recommends "${missing[@]}" >&2
 }
 
+# Reads $missing of its caller, who goes on without where it cannot be installed.
+try_install() {
+    say "installing ${missing[*]}"
+    apt_install "$@" && return
+    "$@" apt-get update >&2 && apt_install "$@" ||
+        say "could not install ${missing[*]}, see above; going on without"
+}
+
 # The packages of nginx and prometheus bring services that would listen on ports 80 and 9090, now
 # and after each boot. We run these programs ourselves: while they are installed no service may
 # start, and those that come with them are disabled.
@@ -251,10 +259,7 @@ install_compiler() {
         say "the C++ engine needs ${missing[*]}, which cannot be installed from here"
         return 0
     fi
-    say "installing ${missing[*]}"
-    apt_install "${as_root[@]}" && return
-    "${as_root[@]}" apt-get update >&2 && apt_install "${as_root[@]}" ||
-        say "could not install ${missing[*]}, see above; going on without"
+    try_install "${as_root[@]}"
 }
 
 # Workers do without, on the malloc of the C library; the log of their pool says so.
@@ -262,13 +267,9 @@ install_jemalloc() {
     local missing=(libjemalloc2) as_root=()
     ! compgen -G '/usr/lib*/libjemalloc.so.2' >/dev/null || return 0
     ! compgen -G '/usr/lib/*/libjemalloc.so.2' >/dev/null || return 0
-    if ! has_command apt-get || ! find_root; then
-        return 0
+    if has_command apt-get && find_root; then
+        try_install "${as_root[@]}"
     fi
-    say "installing ${missing[*]}"
-    apt_install "${as_root[@]}" && return
-    "${as_root[@]}" apt-get update >&2 && apt_install "${as_root[@]}" ||
-        say "could not install ${missing[*]}, see above; going on without"
 }
 
 build_native() {
