@@ -34,7 +34,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mirror_sd.errors import ModelError
-from mirror_sd.uir import bfloat16
+from mirror_sd.uir import bfloat16, stored_format
 
 FORMAT_VERSION = "1"
 GROUP = 32
@@ -121,18 +121,11 @@ def tokenizer_digest(tokenizer_json: Path) -> str:
 
 def quantise(matrix: Float32) -> tuple[NDArray[np.int8], NDArray[np.float16]]:
     """(codes, scales) of a matrix [outputs, inputs], as the file holds them."""
-    outputs, inputs = matrix.shape
-    padded = np.pad(matrix, ((0, 0), (0, -inputs % GROUP))).reshape(outputs, -1, GROUP)
-    scales = (np.abs(padded).max(axis=2) / 127.0).astype(np.float16)
-    wide = scales.astype(np.float32)[:, :, None]
-    codes = np.divide(padded, wide, out=np.zeros_like(padded), where=wide > 0)
-    rounded = np.clip(np.rint(codes), -127, 127).astype(np.int8)
-    return rounded.reshape(outputs, -1)[:, :inputs].copy(), scales
+    return stored_format.quantise(matrix, GROUP, np.float16)
 
 
 def dequantise(codes: NDArray[np.int8], scales: NDArray[np.float16]) -> Float32:
-    wide = np.repeat(scales.astype(np.float32), GROUP, axis=1)[:, : codes.shape[1]]
-    return np.asarray(codes.astype(np.float32) * wide, np.float32)
+    return stored_format.dequantise(codes, scales, GROUP)
 
 
 def write(path: Path, program: DraftProgram) -> None:

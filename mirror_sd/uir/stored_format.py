@@ -68,35 +68,24 @@ class StoredFormat:
             return [values.astype("<f2")]
         return [values.astype("<f4")]
 
-    def rounded(self, name: str, values: Float32) -> Float32:
-        """What a reader of the encoded tensor gets."""
-        if self.dtype == "int8":
-            return dequantise(*quantise(values, self.group), self.group)
-        (stored,) = self.encode(name, values)
-        return widened(stored)
 
-
-def quantise(matrix: Float32, group: int | None) -> tuple[NDArray[np.int8], Float32]:
-    """(codes [outputs, inputs], scales [outputs, groups]) with the least largest error."""
+def quantise(
+    matrix: Float32, group: int | None, scale: type[np.floating[Any]] = np.float32
+) -> tuple[NDArray[np.int8], NDArray[Any]]:
+    """(codes [outputs, inputs], scales [outputs, groups] of type `scale`) with the least largest
+    error."""
     outputs, inputs = matrix.shape
     size = group or inputs
     padded = np.pad(matrix, ((0, 0), (0, -inputs % size))).reshape(outputs, -1, size)
-    scales = np.asarray(np.abs(padded).max(axis=2) / _MOST, np.float32)
-    wide = scales[:, :, None]
+    scales = np.asarray(np.abs(padded).max(axis=2) / _MOST, scale)
+    wide = scales.astype(np.float32)[:, :, None]
     codes = np.divide(padded, wide, out=np.zeros_like(padded), where=wide > 0)
     rounded = np.clip(np.rint(codes), -_MOST, _MOST).astype(np.int8)
     return np.ascontiguousarray(rounded.reshape(outputs, -1)[:, :inputs]), scales
 
 
-def dequantise(codes: NDArray[Any], scales: Float32, group: int | None) -> Float32:
+def dequantise(codes: NDArray[Any], scales: NDArray[Any], group: int | None) -> Float32:
     """Codes times scales."""
     inputs = codes.shape[1]
-    wide = np.repeat(scales, group or inputs, axis=1)[:, :inputs]
+    wide = np.repeat(scales.astype(np.float32), group or inputs, axis=1)[:, :inputs]
     return np.asarray(codes.astype(np.float32) * wide, np.float32)
-
-
-def widened(stored: NDArray[Any]) -> Float32:
-    """fp32 from an array as `encode` gives it, other than int8."""
-    if stored.dtype == np.uint16:
-        return bfloat16.widened(stored)
-    return stored.astype(np.float32)
