@@ -29,7 +29,7 @@ from ops.first_workers import FirstWorkers
 from ops.readers import service, workers
 from ops.readers.gpus import Gpus
 from ops.readers.host import Host
-from ops.readings import ClassReading, StackReading
+from ops.readings import ClassReading, DeviceReading, StackReading
 from ops.webhook import Webhook
 from ops.weight_document import weight_document
 
@@ -68,7 +68,6 @@ class Probe:
         self._weights = DeviceWeights(self._classes, config.probe)
         is_split_measured = config.scheduler.split == "measured"
         self._split = ClassSplit(self._classes) if is_split_measured else None
-        self._state: Mapping[str, Any] = {}
         self._ladder = DegradationLadder(config.probe.inter_token_p99_ms / 1000)
         self._alerts = AlertBook()
         self._first_workers = FirstWorkers()
@@ -80,34 +79,42 @@ class Probe:
 
     def run_once(self) -> None:
         now = self._clock()
-        classes = self._read_classes()
+        devices, state = self._read_devices(), self._read_state()
         self._scrape(now)
-        reading = StackReading(now, classes or {}, self._service.reading(now))
-        if classes is not None:
+        classes = {} if state is None else self._read_classes(state, devices)
+        reading = StackReading(now, classes, self._service.reading(now))
+        if state is not None:
             weights = self._weights.update(now, classes)
             self._note(weights)
             self._climb_or_descend(now, reading)
-            self._publish(now, weights, classes)
+            self._publish(weights, reading, state)
             gauges.show_weights(weights, classes)
         self._alert(now, reading)
         gauges.show_service(reading.service, self._ladder.level, self._alerts.firing())
 
-    def _read_classes(self) -> dict[str, ClassReading] | None:
+    def _read_devices(self) -> dict[str, DeviceReading]:
         devices = {}
         # This machine's sensors say nothing of a device that is pretended.
         if "cpu" in self._real:
             devices["cpu"] = self._host.read()
         if "gpu" in self._real:
             devices["gpu"] = self._gpus.read()
-        broker = self._config.broker
-        patience_s = broker.heartbeat_ms * broker.missed_heartbeats / 1000
+        return devices
+
+    def _read_state(self) -> Mapping[str, Any] | None:
         try:
             state = self._edge.state()
         except EdgeError as error:
             self._count_trouble("state", error)
             return None
         self._trouble("state", "")
-        self._state = state
+        return state
+
+    def _read_classes(
+        self, state: Mapping[str, Any], devices: Mapping[str, DeviceReading]
+    ) -> dict[str, ClassReading]:
+        broker = self._config.broker
+        patience_s = broker.heartbeat_ms * broker.missed_heartbeats / 1000
         return workers.read(state, self._classes, patience_s, devices)
 
     def _scrape(self, now: float) -> None:
@@ -129,22 +136,23 @@ class Probe:
         telemetry.PROBE_DEGRADE_STEPS.labels(direction).inc()
         _log.warning("degradation goes from %d to %d: %s", step.before, step.after, step.reason)
 
-    def _publish(self, now: float, weights: Weights, classes: Mapping[str, ClassReading]) -> None:
+    def _publish(self, weights: Weights, reading: StackReading, state: Mapping[str, Any]) -> None:
         result = "accepted"
         splits = None
         if self._split is not None:
-            traffic = self._service.reading(now).traffic
-            splits = self._split.update(now, self._state, traffic, weights.health)
+            traffic = reading.service.traffic
+            splits = self._split.update(reading.at, state, traffic, weights.health)
         try:
-            level = self._ladder.level
-            document = weight_document(self._unix_clock(), weights, classes, level, splits)
+            document = weight_document(
+                self._unix_clock(), weights, reading.classes, self._ladder.level, splits
+            )
             self._edge.put_weights(document)
         except (EdgeError, ValueError) as error:
             is_heard = isinstance(error, ValueError) or error.is_refusal
             result = "refused" if is_heard else "unreachable"
             self._trouble("weights", str(error))
         else:
-            self._accepted_at = now
+            self._accepted_at = reading.at
             self._trouble("weights", "")
         telemetry.PROBE_DOCUMENTS.labels(result).inc()
 
