@@ -24,11 +24,6 @@ from mirror_sd.scheduler.splitter import Demand, DynamicSplitter, Factors, Plan
 # Chance of a drafted token, where nothing is known of it: the target's own model in other numbers,
 # and a smaller one.
 _OWN_MODEL, _OTHER_MODEL = 0.9, 0.7
-_COUNTERS = {
-    "mirror_gateway_requests_total": "requests",
-    "mirror_gateway_prompt_tokens_total": "prompt_tokens",
-    "mirror_gateway_completion_tokens_total": "answer_tokens",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,14 +126,14 @@ def _report(made: DynamicSplitter, demand: Demand, factors: Factors, *, is_live:
 
 def traffic(text: str) -> Traffic:
     """What a scrape says was answered since the start. Raises `ValueError` for what is none."""
-    lines = [line for line in text.splitlines() if line.startswith(tuple(_COUNTERS))]
-    totals = dict.fromkeys(_COUNTERS.values(), 0.0)
+    counters = measurements.TRAFFIC_COUNTERS
+    lines = [line for line in text.splitlines() if line.startswith(counters)]
+    totals = dict.fromkeys(counters, 0.0)
     for family in text_string_to_metric_families("\n".join([*lines, ""])):
         for sample in family.samples:
-            # Those that were refused have no tokens.
-            if sample.labels.get("status", "200") == "200" and sample.name in _COUNTERS:
-                totals[_COUNTERS[sample.name]] += sample.value
-    return Traffic(**totals)
+            if measurements.is_answered(sample.labels) and sample.name in counters:
+                totals[sample.name] += sample.value
+    return measurements.traffic(totals)
 
 
 def _metrics(config: Config) -> str:

@@ -16,6 +16,12 @@ from mirror_sd.scheduler.device_profile import DeviceProfile
 
 # Fewer requests say little of their average.
 _FEWEST_REQUESTS = 10
+# In the order of `Traffic`.
+TRAFFIC_COUNTERS = (
+    "mirror_gateway_requests_total",
+    "mirror_gateway_prompt_tokens_total",
+    "mirror_gateway_completion_tokens_total",
+)
 _NO_CURVE = ((1, 1.0),)
 
 
@@ -33,6 +39,17 @@ class Traffic:
             self.prompt_tokens - before.prompt_tokens,
             self.answer_tokens - before.answer_tokens,
         )
+
+
+def is_answered(labels: Mapping[str, str]) -> bool:
+    """Whether a counter with these labels counts for the traffic: requests that were refused have
+    no tokens."""
+    return labels.get("status", "200") == "200"
+
+
+def traffic(totals: Mapping[str, float]) -> Traffic:
+    """By the sums of `TRAFFIC_COUNTERS` over what `is_answered`."""
+    return Traffic(*(totals.get(name, 0.0) for name in TRAFFIC_COUNTERS))
 
 
 def profile(

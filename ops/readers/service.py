@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from mirror_sd.scheduler import measurements
 from mirror_sd.scheduler.measurements import Traffic
 from ops.readings import ServiceReading
 
@@ -16,10 +17,7 @@ _GAPS = "mirror_gateway_inter_token_latency_seconds"
 _DRAFTED = "mirror_worker_drafted_tokens_total"
 _ACCEPTED = "mirror_worker_accepted_tokens_total"
 _RESTARTS = "mirror_pool_worker_restarts_total"
-_REQUESTS = "mirror_gateway_requests_total"
-_PROMPT = "mirror_gateway_prompt_tokens_total"
-_ANSWER = "mirror_gateway_completion_tokens_total"
-WANTED = (f"{_GAPS}_bucket", _DRAFTED, _ACCEPTED, _RESTARTS, _REQUESTS, _PROMPT, _ANSWER)
+WANTED = (f"{_GAPS}_bucket", _DRAFTED, _ACCEPTED, _RESTARTS, *measurements.TRAFFIC_COUNTERS)
 
 # Where 10 s hold too few gaps for a quantile, three times as long may do.
 _LATENCY_WINDOW_S = 10.0
@@ -60,10 +58,9 @@ def parse(text: str) -> Counts:
                 gaps[sample.labels["class"]][float(sample.labels["le"])] += sample.value
             elif sample.name == _RESTARTS:
                 restarts[sample.labels["class"]] += sample.value
-            # Requests that were refused have no tokens.
-            elif sample.labels.get("status", "200") == "200":
+            elif measurements.is_answered(sample.labels):
                 totals[sample.name] += sample.value
-    traffic = Traffic(totals[_REQUESTS], totals[_PROMPT], totals[_ANSWER])
+    traffic = measurements.traffic(totals)
     return Counts(gaps, totals[_DRAFTED], totals[_ACCEPTED], restarts, traffic)
 
 
