@@ -55,7 +55,7 @@ def measure(model: str, length: int, threads: int, rounds: int) -> dict[str, Any
 
     spec = read_spec(model_store.resolve(model))
     shape = {"layers": spec.num_layers, "heads": spec.num_kv_heads, "width": spec.head_dim}
-    names = ["glibc"]
+    names: list[allocator.Choice] = ["glibc"]
     if allocator.find_jemalloc() is not None:
         names.append("jemalloc")
     found: dict[tuple[str, str], list[Mapping[str, float]]] = {}
@@ -75,12 +75,12 @@ def measure(model: str, length: int, threads: int, rounds: int) -> dict[str, Any
     return report
 
 
-def _in_a_process(name: str, threads: int, asked: Mapping[str, Any]) -> Mapping[str, float]:
+def _in_a_process(
+    name: allocator.Choice, threads: int, asked: Mapping[str, Any]
+) -> Mapping[str, float]:
     command = [sys.executable, "-m", "mirror_sd.bench.kv_growth"]
-    with PeerProcess(
-        command, threads, variables("jemalloc" if name == "jemalloc" else "glibc")
-    ) as p:
-        told: dict[str, Any] = p.call("grow", timeout_s=_TIMEOUT_S, threads=threads, **asked)
+    with PeerProcess(command, threads, variables(name)) as process:
+        told: dict[str, Any] = process.call("grow", timeout_s=_TIMEOUT_S, threads=threads, **asked)
     if told["allocator"] != name:
         raise InternalError(f"the process runs on {told['allocator']}, not on {name}")
     return told
@@ -114,12 +114,9 @@ def grow(
         begin = time.perf_counter()
         _GROW[way](new, length, layers)
         seconds = time.perf_counter() - begin
-    peak = allocator.peak_bytes()
-    if peak is None:
-        raise InternalError("/proc does not tell the peak memory of this process")
     return {
         "seconds": seconds,
-        "peak_mb": (peak - before) / MB,
+        "peak_mb": (_peak() - before) / MB,
         "allocator": allocator.running() or "unknown",
     }
 
@@ -127,6 +124,10 @@ def grow(
 def _reset_peak() -> int:
     """The memory resident now, from which on the peak counts."""
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    return _peak()
+
+
+def _peak() -> int:
     peak = allocator.peak_bytes()
     if peak is None:
         raise InternalError("/proc does not tell the peak memory of this process")
