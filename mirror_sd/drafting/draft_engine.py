@@ -20,6 +20,7 @@ from mirror_sd.backends.protocol import Backend, Float32, RaggedBatch
 from mirror_sd.drafting.frames import LONGEST, Commit, DraftParams, Open, Proposal
 from mirror_sd.drafting.session import Astray, Branch, DraftSession, Rival
 from mirror_sd.drafting.strand import Strand
+from mirror_sd.memory import arenas
 from mirror_sd.memory.block_pool import BlockPool, OutOfBlocks
 from mirror_sd.memory.prefix_cache import PrefixCache
 from mirror_sd.messages import SamplingParams
@@ -82,9 +83,12 @@ class DraftEngine:
         self._backend = backend
         self._clock = clock
         self._most_sessions = most_sessions
-        longest = -(-self.capabilities.max_context // BLOCK_SIZE) * most_sessions
-        blocks = kv_cache_mb * 2**20 // backend.kv_bytes_per_block(BLOCK_SIZE)
-        blocks = max(min(blocks, longest), 1)
+        blocks = arenas.plan(
+            kv_cache_mb * 2**20,
+            backend.kv_bytes_per_block(BLOCK_SIZE),
+            sequences=most_sessions,
+            blocks_per_sequence=-(-self.capabilities.max_context // BLOCK_SIZE),
+        ).blocks
         backend.allocate_kv(blocks, BLOCK_SIZE)
         self._pool = BlockPool(blocks)
         self._cache = PrefixCache(self._pool, BLOCK_SIZE, enabled=True)
