@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from mirror_sd.backends import batch_check, tapped
+from mirror_sd.backends import batch_check, block_table, tapped
 from mirror_sd.backends.protocol import Capabilities, Float32, Int32, RaggedBatch
 from mirror_sd.uir.program import Program
 from mirror_sd.uir.rope import inverse_frequencies
@@ -85,8 +85,7 @@ class ReferenceBackend:
     def _sequence(self, token_ids: Int32, positions: Int32, table: Int32) -> list[Float32]:
         """Hidden states [tokens, hidden] before the first layer and after each."""
         places = np.arange(positions[-1] + 1)
-        slots = table[places // self._block_size].astype(np.int64) * self._block_size
-        slots += places % self._block_size
+        slots = block_table.slots_of(table, places, self._block_size)
         x: Float32 = self._weights["embedding"][token_ids]
         states = [x]
         for layer in range(self._spec.num_layers):

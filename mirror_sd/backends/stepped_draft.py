@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from mirror_sd.backends import batch_check, draft_fit
+from mirror_sd.backends import batch_check, block_table, draft_fit
 from mirror_sd.backends.protocol import Capabilities, DraftBatch, Float32, Int32
 from mirror_sd.philox import GREEDY_BELOW, gumbel
 from mirror_sd.uir.draft_file import DraftProgram
@@ -140,8 +140,7 @@ class SteppedDraft(ABC, Generic[States]):
         )
 
     def _slots(self, table: Int32, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        blocks = table[positions // self._block_size].astype(np.int64)
-        return blocks * self._block_size + positions % self._block_size
+        return block_table.slots_of(table, positions, self._block_size)
 
     def _choice(
         self, batch: DraftBatch, rows: DraftRows, row: int, logits: Float32

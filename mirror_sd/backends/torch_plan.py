@@ -18,14 +18,14 @@ from itertools import pairwise
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from mirror_sd.backends import block_table
+from mirror_sd.backends.block_table import Int64
 from mirror_sd.backends.protocol import Int32, RaggedBatch
 from mirror_sd.backends.torch_attention import Attention, AttentionGroup, GroupedAttention, masks
 from mirror_sd.backends.torch_linear import MIN_ROWS
 
-Int64 = NDArray[np.int64]
 ROW_PAD = 4
 KEY_PAD = 64
 
@@ -123,9 +123,7 @@ def slots_of(batch: RaggedBatch, block_size: int) -> Int64:
     slots = np.empty(len(batch.token_ids), np.int64)
     for index, table in enumerate(batch.block_tables):
         begin, end = batch.sequence_offsets[index], batch.sequence_offsets[index + 1]
-        positions = batch.positions[begin:end]
-        slots[begin:end] = table[positions // block_size].astype(np.int64) * block_size
-        slots[begin:end] += positions % block_size
+        slots[begin:end] = block_table.slots_of(table, batch.positions[begin:end], block_size)
     return slots
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from mirror_sd.backends import block_table
 from mirror_sd.backends.protocol import Float32, Int32, RaggedBatch
 from mirror_sd.backends.torch_cache import empty_cache, geometry_of
 from mirror_sd.backends.torch_decoder import TorchDecoder
@@ -80,8 +81,8 @@ class _Run:
             return logits
 
     def _cached(self, table: Int32, length: int) -> Float32:
-        slots = (table[:, None].astype(np.int64) * BLOCK_SIZE + np.arange(BLOCK_SIZE)).reshape(-1)
-        where = torch.from_numpy(slots[:length]).to(self._cache.device)
+        slots = block_table.slots_of(table, np.arange(length), BLOCK_SIZE)
+        where = torch.from_numpy(slots).to(self._cache.device)
         values: Float32 = self._cache[-1].index_select(0, where).float().cpu().numpy()
         return values
 

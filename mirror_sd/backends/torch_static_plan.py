@@ -14,13 +14,13 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
+from mirror_sd.backends.block_table import Int64
 from mirror_sd.backends.protocol import RaggedBatch
 from mirror_sd.backends.torch_attention import AttentionGroup, GroupedAttention, masks
 from mirror_sd.backends.torch_linear import TILE_ROWS
 from mirror_sd.backends.torch_plan import (
     Geometry,
     HostGroup,
-    Int64,
     Plan,
     Span,
     ceil,

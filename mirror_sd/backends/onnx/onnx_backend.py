@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from mirror_sd.backends import batch_check, stability, tapped
+from mirror_sd.backends import batch_check, block_table, stability, tapped
 from mirror_sd.backends.onnx import decoder_graph, tiles
 from mirror_sd.backends.onnx.onnx_draft import OnnxDraftHead
 from mirror_sd.backends.onnx.products import Precision, Products
@@ -116,7 +116,7 @@ class OnnxBackend:
         positions = [batch.positions[span].astype(np.int64) for span in spans]
         tables = [batch.block_tables[i] for i in sequences]
         slots = [
-            tiles.slots_of(table, at, self._block_size)
+            block_table.slots_of(table, at, self._block_size)
             for table, at in zip(tables, positions, strict=True)
         ]
         starts = np.cumsum([0, *(len(span) for span in spans[:-1])])

@@ -8,19 +8,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mirror_sd.backends import block_table
+from mirror_sd.backends.block_table import Int64
 from mirror_sd.backends.protocol import Int32
 
-Int64 = NDArray[np.int64]
 # A multiple of every length that the runtime's loops over a context unroll to: what is padded
 # changes no sum.
 _CONTEXT = 64
 # Below any score, and no infinity, which not all providers subtract well.
 _HIDDEN = np.float32(-1e9)
-
-
-def slots_of(table: Int32, positions: Int64, block_size: int) -> Int64:
-    """Slots of the positions of one sequence."""
-    return table[positions // block_size].astype(np.int64) * block_size + positions % block_size
 
 
 def attention_feeds(
@@ -49,7 +45,7 @@ def attention_feeds(
     for i, (asking, at, table) in enumerate(zip(queries, positions, tables, strict=True)):
         query_index[i, : len(asking)] = asking
         places[i, : len(asking)] = at
-        slots[i, : at[-1] + 1] = slots_of(table, np.arange(at[-1] + 1), block_size)
+        slots[i, : at[-1] + 1] = block_table.slots_of(table, np.arange(at[-1] + 1), block_size)
         rows.append(i * width + np.arange(len(asking)))
     feeds: dict[str, NDArray[Any]] = {
         "query_index": query_index,

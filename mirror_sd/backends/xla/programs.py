@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from mirror_sd.backends import block_table
 from mirror_sd.backends.protocol import Int32, RaggedBatch
 from mirror_sd.backends.xla.buckets import Bucket, Call
 from mirror_sd.backends.xla.decoder import CHUNK, Decoder, Inputs, Weights
@@ -119,7 +120,7 @@ class Programs:
             group = place // self._decoder.group
             chunks[group] = max(chunks[group], last // CHUNK + 1)
             tables[place, :used] = table[:used]
-            slots[own] = table[positions[own] // size] * size + positions[own] % size
+            slots[own] = block_table.slots_of(table, positions[own], size)
             span_rows[place, :length] = np.arange(first, first + length)
             span_positions[place, :length] = positions[own]
             places[own] = place * queries + np.arange(length)
