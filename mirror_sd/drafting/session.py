@@ -85,19 +85,18 @@ class DraftSession:
             return
         self._follow(fresh, pool, block_size, now)
         self.known += len(fresh)
-        self._drop_branches(pool)
+        self._drop_branches_before(self.known, pool)
         self.rivals = [rival for rival in self.rivals if rival.at >= self.known]
 
     def _follow(self, fresh: tuple[int, ...], pool: BlockPool, block_size: int, now: float) -> None:
+        strands = (self.main, *(branch.strand for branch in self.branches))
+        best = max(strands, key=lambda strand: strand.agreement(self.known, fresh))
+        if best is not self.main:
+            self.branches = [branch for branch in self.branches if branch.strand is not best]
+            self.drop_branches(pool)
+            self.main.release(pool)
+            self.main, self.rivals = best, []
         agreed = self.main.agreement(self.known, fresh)
-        for branch in list(self.branches):
-            place = branch.strand.agreement(self.known, fresh)
-            if place > agreed:
-                agreed = place
-                self.branches.remove(branch)
-                self._drop_branches(pool, all_of_them=True)
-                self.main.release(pool)
-                self.main, self.rivals = branch.strand, []
         end = self.known + len(fresh)
         if agreed < end:
             self.drop_branches(pool)
@@ -109,17 +108,16 @@ class DraftSession:
             self.turned_at = now
             self.has_news = False
 
-    def _drop_branches(self, pool: BlockPool, *, all_of_them: bool = False) -> None:
-        kept = []
+    def _drop_branches_before(self, place: int, pool: BlockPool) -> None:
         for branch in self.branches:
-            if all_of_them or branch.at < self.known:
+            if branch.at < place:
                 branch.strand.release(pool)
-            else:
-                kept.append(branch)
-        self.branches = kept
+        self.branches = [branch for branch in self.branches if branch.at >= place]
 
     def drop_branches(self, pool: BlockPool) -> None:
-        self._drop_branches(pool, all_of_them=True)
+        for branch in self.branches:
+            branch.strand.release(pool)
+        self.branches = []
 
     def release(self, pool: BlockPool) -> None:
         self.drop_branches(pool)
