@@ -25,6 +25,7 @@ from mirror_sd.memory.block_pool import BlockPool, OutOfBlocks
 from mirror_sd.memory.prefix_cache import PrefixCache
 from mirror_sd.messages import SamplingParams
 from mirror_sd.philox import GREEDY_BELOW, gumbel
+from mirror_sd.speculative.calibration import blank_batch
 from mirror_sd.speculative.sampler import open_chooser
 from mirror_sd.speculative.sampling import InvalidLogits, TokenChooser
 
@@ -100,11 +101,7 @@ class DraftEngine:
 
     def warm_up(self) -> None:
         """The first forward of all is slow: not to be at a request's cost. Overwrites the cache."""
-        zeros = np.zeros(1, dtype=np.int32)
-        batch = RaggedBatch(
-            zeros, zeros, np.array([0, 1], dtype=np.int32), (zeros,), np.zeros(1, dtype=np.int32)
-        )
-        self._backend.forward(batch)
+        self._backend.forward(blank_batch(1, BLOCK_SIZE))
 
     @property
     def sessions(self) -> int:

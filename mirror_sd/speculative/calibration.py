@@ -32,14 +32,14 @@ def calibrate(
     called while no sequence is there."""
     most = min(num_blocks * block_size, backend.capabilities.max_context)
     begin = clock()
-    backend.forward(_batch(1, block_size))  # the first one of all is slow
+    backend.forward(blank_batch(1, block_size))  # the first one of all is slow
     for rows in _ROWS:
         taken = []
         for _ in range(_TIMES):
             if rows > most or clock() - begin > budget_s:
                 break
             before = clock()
-            backend.forward(_batch(rows, block_size))
+            backend.forward(blank_batch(rows, block_size))
             taken.append(clock() - before)
         if taken:
             cost.observe(rows, min(taken))
@@ -65,14 +65,14 @@ def time_head(
     )
     taken = []
     for _ in range(1 + _HEAD_TIMES):
-        backend.forward(_batch(1, block_size))
+        backend.forward(blank_batch(1, block_size))
         before = clock()
         head.draft(batch)
         taken.append(clock() - before)
     return min(taken[1:]) / (1 + steps)
 
 
-def _batch(rows: int, block_size: int) -> RaggedBatch:
+def blank_batch(rows: int, block_size: int) -> RaggedBatch:
     """One sequence whose `rows` tokens all have their logits computed."""
     return RaggedBatch(
         token_ids=np.zeros(rows, dtype=np.int32),
