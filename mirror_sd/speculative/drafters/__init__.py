@@ -22,13 +22,10 @@ class DraftSource(Protocol):
         """At most `limit` tokens that may follow what was committed; none if it has no idea."""
         ...
 
-    def strength(self) -> int:
-        """0 .. STRENGTHS - 1: how much speaks for the proposal made last, as the length of the
-        n-gram that matched. How often each strength is right is learned, so any order will do."""
-        ...
-
     def strengths(self) -> list[int]:
-        """Of each token of the proposal made last, or one for all."""
+        """Of each token of the proposal made last, or one for all, 0 .. STRENGTHS - 1: how much
+        speaks for it, as the length of the n-gram that matched. How often each strength is right is
+        learned, so any order will do."""
         ...
 
     def commit(self, tokens: Sequence[int]) -> None:

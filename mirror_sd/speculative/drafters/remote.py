@@ -145,11 +145,7 @@ class RemoteSource:
         return list(tokens[:limit])
 
     def strengths(self) -> list[int]:
-        """Of each token of the proposal made last."""
         return list(self._offered)
-
-    def strength(self) -> int:
-        return self._offered[0] if self._offered else 0
 
     def commit(self, tokens: Ordered[int]) -> None:
         """Nothing: it compares with the sequence's own list."""
