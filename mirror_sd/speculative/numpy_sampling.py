@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from mirror_sd.backends.protocol import Float32
 from mirror_sd.messages import SamplingParams, TokenLogprob
 from mirror_sd.philox import GREEDY_BELOW, MAX_GUMBEL, gumbel
-from mirror_sd.speculative.sampling import InvalidLogits, Judgement
+from mirror_sd.speculative.sampling import InvalidLogits, Judgement, judge_rows
 
 Float64 = NDArray[np.float64]
 Int64 = NDArray[np.int64]
@@ -53,23 +53,10 @@ class NumpyChooser:
         return int(kept[scores == best].min())
 
     def judge(self, logits: Float32, draft: Sequence[int], position: int, room: int) -> Judgement:
-        if room < 1:
-            raise ValueError("no room for a token")
-        tokens: list[int] = []
-        accepted = 0
-        for row in range(len(draft) + 1):
-            token = self.choose(logits[row], position + row)
-            if token in self._params.stop_token_ids:
-                return Judgement(tokens, accepted, "stop")
-            tokens.append(token)
-            self.commit(token)
-            matches = row < len(draft) and draft[row] == token
-            accepted += matches
-            if len(tokens) == room:
-                return Judgement(tokens, accepted, "length")
-            if not matches:
-                break
-        return Judgement(tokens, accepted, None)
+        stops = self._params.stop_token_ids
+        return judge_rows(
+            self, logits, draft, position, room, stops=stops, keeps=lambda _, ours, its: ours == its
+        )
 
     def _adjusted(self, logits: Float32) -> Float32:
         if self._bias_ids.size == 0 and not self._counts:

@@ -8,7 +8,7 @@ is verified by comparing tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import NamedTuple, Protocol
 
 from mirror_sd.backends.protocol import Float32
@@ -46,3 +46,36 @@ class TokenChooser(Protocol):
         Raises `InvalidLogits`.
         """
         ...
+
+
+def judge_rows(
+    chooser: TokenChooser,
+    logits: Float32,
+    draft: Sequence[int],
+    position: int,
+    room: int,
+    *,
+    stops: Container[int],
+    keeps: Callable[[Float32, int, int], bool],
+) -> Judgement:
+    """`TokenChooser.judge` by `choose` and `commit`, row by row; the draft goes on as long as
+    `keeps`, given the row, the drafted and the chosen token, lets it. Raises `InvalidLogits`."""
+    if room < 1:
+        raise ValueError("no room for a token")
+    tokens: list[int] = []
+    accepted = 0
+    for row in range(len(draft) + 1):
+        token = chooser.choose(logits[row], position + row)
+        if token in stops:
+            return Judgement(tokens, accepted, "stop")
+        is_kept = row < len(draft) and keeps(logits[row], draft[row], token)
+        if is_kept:
+            token = draft[row]
+        tokens.append(token)
+        chooser.commit(token)
+        accepted += is_kept
+        if len(tokens) == room:
+            return Judgement(tokens, accepted, "length")
+        if not is_kept:
+            break
+    return Judgement(tokens, accepted, None)

@@ -15,7 +15,7 @@ import numpy as np
 from mirror_sd.backends.protocol import Float32
 from mirror_sd.messages import SamplingParams
 from mirror_sd.philox import GREEDY_BELOW
-from mirror_sd.speculative.sampling import Judgement, TokenChooser
+from mirror_sd.speculative.sampling import Judgement, TokenChooser, judge_rows
 
 # Of Medusa's experiments; delta is the root of epsilon.
 EPSILON, DELTA = 0.09, 0.3
@@ -39,30 +39,15 @@ class TypicalChooser:
         return self._exact.choose(logits, position)
 
     def judge(self, logits: Float32, draft: Sequence[int], position: int, room: int) -> Judgement:
-        tokens: list[int] = []
-        accepted = 0
-        for row in range(len(draft) + 1):
-            token = self._exact.choose(logits[row], position + row)
-            if token in self._stops:
-                return Judgement(tokens, accepted, "stop")
-            is_kept = row < len(draft) and self._keeps(logits[row], draft[row], token)
-            if is_kept:
-                self.departures += draft[row] != token
-                token = draft[row]
-            tokens.append(token)
-            self.commit(token)
-            accepted += is_kept
-            if len(tokens) == room:
-                return Judgement(tokens, accepted, "length")
-            if not is_kept:
-                break
-        return Judgement(tokens, accepted, None)
+        return judge_rows(self, logits, draft, position, room, stops=self._stops, keeps=self._keeps)
 
     def _keeps(self, logits: Float32, drafted: int, chosen: int) -> bool:
         if drafted == chosen:
             return True
         # Where an answer ends stays the target's affair.
-        return drafted not in self._stops and is_typical(logits, drafted, self._temperature)
+        is_kept = drafted not in self._stops and is_typical(logits, drafted, self._temperature)
+        self.departures += is_kept
+        return is_kept
 
 
 def is_typical(logits: Float32, token: int, temperature: float = 1.0) -> bool:
