@@ -7,7 +7,6 @@ from typing import Annotated, Any
 import typer
 
 from mirror_sd import config as configuration
-from mirror_sd import drawing
 from mirror_sd.bench import decode_plot, drafts, machine, near_duplicates, prompts
 from mirror_sd.bench.draft_figures import AUTO, OFF
 from mirror_sd.bench.options import (
@@ -19,6 +18,7 @@ from mirror_sd.bench.options import (
     PlotFile,
     Rounds,
     Threads,
+    check_plot,
     encode,
     numbers,
     one_of,
@@ -112,8 +112,7 @@ def command(
         raise typer.BadParameter(
             f"needs one of {', '.join(drafts.SOURCES)} in --drafters", param_hint="--sweep"
         )
-    if plot is not None:
-        drawing.pyplot()
+    check_plot(plot)
     if near_duplicate and (dataset is None or concurrency > 1):
         raise typer.BadParameter(
             "takes a --dataset of clusters, one prompt at a time", param_hint="--near-duplicates"

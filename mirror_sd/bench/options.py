@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from mirror_sd import drawing
 from mirror_sd.api.tokenizer import Tokenizer
 from mirror_sd.bench.prompts import Messages
 
@@ -57,6 +58,16 @@ def numbers(text: str, option: str) -> list[int]:
             f"{text!r} is not a comma list of positive numbers", param_hint=option
         )
     return sorted({int(word) for word in words})
+
+
+def check_plot(out: Path | None) -> None:
+    """Whether a picture can be drawn there, before what it shows is measured. Raises `SetupError`
+    without matplotlib, `typer.BadParameter` where there is no such folder."""
+    if out is None:
+        return
+    drawing.pyplot()
+    if not out.parent.is_dir():
+        raise typer.BadParameter(f"there is no folder {out.parent}", param_hint="--plot")
 
 
 def encode(tokenizer: Tokenizer, chats: list[Messages]) -> list[tuple[int, ...]]:

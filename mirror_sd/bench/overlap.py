@@ -21,7 +21,7 @@ from typing import Annotated, Any
 import typer
 
 from mirror_sd import config as configuration
-from mirror_sd import drawing, openmp
+from mirror_sd import openmp
 from mirror_sd.bench import machine, overlap_timeline, prompts
 from mirror_sd.bench.options import (
     AsJson,
@@ -30,6 +30,7 @@ from mirror_sd.bench.options import (
     MaxTokens,
     Overrides,
     Rounds,
+    check_plot,
     encode,
     numbers,
     show,
@@ -285,7 +286,7 @@ def command(
     `covered_share`: of the time of verifies, that during which the drafter made a token of the
     answer that the target did not have yet. docs/benchmarks.md explains every key.
     """
-    drawing.pyplot()
+    check_plot(plot)
     proposals = numbers(lengths, "--lengths")
     config = settings(target_core, drafter_core, overrides)
     tokenizer = load_tokenizer(config)
@@ -310,6 +311,6 @@ def command(
         f"target {abilities.name} {abilities.precision} on core {target_core}, drafter on core"
         f" {drafter_core}: {100 * report['covered_share']:.0f} % of verifying is covered"
     )
-    overlap_timeline.draw(timeline, plot, title=title)
     facts = {"target": f"{abilities.name} {abilities.precision}", "prompts": len(ids)}
     show({"machine": described, **facts, **report, "plot": str(plot)}, as_json)
+    overlap_timeline.draw(timeline, plot, title=title)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from mirror_sd import config as configuration
-from mirror_sd import drawing, model_store
+from mirror_sd import model_store
 from mirror_sd.bench import (
     answer_quality,
     drafts,
@@ -26,6 +26,7 @@ from mirror_sd.bench.options import (
     Overrides,
     PlotFile,
     Threads,
+    check_plot,
     encode,
     one_of,
     show,
@@ -91,8 +92,7 @@ def command(
         raise typer.BadParameter(
             "rouge needs answers in the data set to compare with", param_hint="--parts"
         )
-    if plot is not None:
-        drawing.pyplot()
+    check_plot(plot)
     report: dict[str, Any] = {"machine": machine.describe()}
     if "rouge" in chosen:
         report |= _rouge(

@@ -83,6 +83,11 @@ def test_cores_that_are_not_there_are_refused():
         bench.settings(999, 0, None)
 
 
+def test_a_picture_without_a_folder_is_refused_before_anything_is_loaded(tmp_path):
+    with pytest.raises(typer.BadParameter, match="there is no folder"):
+        bench.command(plot=tmp_path / "none" / "a.png", target_core=4096)
+
+
 def test_lengths_that_are_no_numbers_are_refused_before_anything_is_loaded():
     with pytest.raises(typer.BadParameter, match="positive numbers"):
         bench.command(lengths="6,none", target_core=4096)
