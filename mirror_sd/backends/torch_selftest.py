@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from mirror_sd.backends import block_table
+from mirror_sd.backends import block_table, stability
 from mirror_sd.backends.protocol import Float32, Int32, RaggedBatch
 from mirror_sd.backends.torch_cache import empty_cache, geometry_of
 from mirror_sd.backends.torch_decoder import TorchDecoder
@@ -59,17 +59,11 @@ class _Run:
             np.array([next(blocks) for _ in range(len(prompt) // BLOCK_SIZE + 1)], np.int32)
             for prompt in prompts
         ]
-        last: dict[int, Float32] = {}
-        for start in range(0, max(len(prompt) for prompt in prompts), chunk):
-            active = [i for i, prompt in enumerate(prompts) if start < len(prompt)]
-            pieces = [prompts[i][start : start + chunk] for i in active]
-            batch = _batch(pieces, start, [tables[i] for i in active])
-            logits = self._forward(batch)
-            for place, i in enumerate(active):
-                last[i] = logits[place].copy()
+        starts = range(0, max(len(prompt) for prompt in prompts), chunk)
+        last = stability.last_logits(self._forward, prompts, tables, starts)
         return [
-            (last[i], self._cached(table, len(prompt)))
-            for i, (table, prompt) in enumerate(zip(tables, prompts, strict=True))
+            (logits, self._cached(table, len(prompt)))
+            for logits, table, prompt in zip(last, tables, prompts, strict=True)
         ]
 
     def _forward(self, batch: RaggedBatch) -> Float32:
@@ -77,24 +71,11 @@ class _Run:
             return self._static(batch)[0]
         with torch.inference_mode():
             plan = make_plan(batch, self._geometry)
-            logits: Float32 = self._decoder.forward(plan, self._cache, LAYERS).numpy()
-            return logits
+            padded: Float32 = self._decoder.forward(plan, self._cache, LAYERS).numpy()
+            return padded[: len(batch.logit_rows)]
 
     def _cached(self, table: Int32, length: int) -> Float32:
         slots = block_table.slots_of(table, np.arange(length), BLOCK_SIZE)
         where = torch.from_numpy(slots).to(self._cache.device)
         values: Float32 = self._cache[-1].index_select(0, where).float().cpu().numpy()
         return values
-
-
-def _batch(pieces: list[Int32], start: int, tables: list[Int32]) -> RaggedBatch:
-    offsets = np.cumsum([0, *(len(piece) for piece in pieces)]).astype(np.int32)
-    return RaggedBatch(
-        token_ids=np.concatenate(pieces),
-        positions=np.concatenate(
-            [np.arange(start, start + len(piece), dtype=np.int32) for piece in pieces]
-        ),
-        sequence_offsets=offsets,
-        block_tables=tuple(tables),
-        logit_rows=offsets[1:] - 1,
-    )

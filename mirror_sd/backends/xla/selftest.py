@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from mirror_sd.backends import stability
 from mirror_sd.backends.protocol import Float32, Int32, RaggedBatch
 from mirror_sd.backends.xla.executor import Executor
 from mirror_sd.uir.model_spec import ModelSpec
@@ -47,25 +48,17 @@ def _results(
         # Backwards: a table need not ascend.
         tables.append(np.arange(first, first + blocks, dtype=np.int32)[::-1].copy())
         first += blocks
-    last: dict[int, Float32] = {}
-    start = 0
-    while active := [i for i, prompt in enumerate(prompts) if start < len(prompt)]:
-        size = 64 if _SKIPPED[0] <= start < _SKIPPED[1] - 64 else chunk
-        pieces = [prompts[i][start : start + size] for i in active]
-        logits, _ = executor.forward(_batch(pieces, start, [tables[i] for i in active]))
-        for place, i in enumerate(active):
-            last[i] = logits[place].copy()
-        start += size
-    return [last[i] for i in range(len(prompts))]
+
+    def forward(batch: RaggedBatch) -> Float32:
+        return executor.forward(batch)[0]
+
+    return stability.last_logits(forward, prompts, tables, _starts(prompts, chunk))
 
 
-def _batch(pieces: list[Int32], start: int, tables: list[Int32]) -> RaggedBatch:
-    offsets = np.cumsum([0, *(len(piece) for piece in pieces)]).astype(np.int32)
-    positions = [np.arange(start, start + len(piece), dtype=np.int32) for piece in pieces]
-    return RaggedBatch(
-        token_ids=np.concatenate(pieces),
-        positions=np.concatenate(positions),
-        sequence_offsets=offsets,
-        block_tables=tuple(tables),
-        logit_rows=offsets[1:] - 1,
-    )
+def _starts(prompts: list[Int32], chunk: int) -> list[int]:
+    """Of the forwards."""
+    starts, start, longest = [], 0, max(len(prompt) for prompt in prompts)
+    while start < longest:
+        starts.append(start)
+        start += 64 if _SKIPPED[0] <= start < _SKIPPED[1] - 64 else chunk
+    return starts
