@@ -14,24 +14,17 @@ from pathlib import Path
 from typing import Any, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from mirror_sd.config_drafters import DrafterConfig
+from mirror_sd.config_section import DeviceClass, Precision, Section, of_class
 from mirror_sd.config_source import assign, describe, read
 from mirror_sd.errors import ConfigError
 
 ENV_PREFIX = "MIRROR_SD__"
-DeviceClass = Literal["cpu", "gpu", "tpu"]
-Precision = Literal["auto", "fp32", "bf16", "fp16", "int8"]
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False
-    )
-
-
-class ServerConfig(_Section):
+class ServerConfig(Section):
     host: str = Field("127.0.0.1", description="address that nginx listens on")
     port: int = Field(8080, ge=1, le=65535, description="port that nginx listens on")
     admin_port: int | None = Field(
@@ -75,7 +68,7 @@ class ServerConfig(_Section):
         return Path(base).expanduser() / "mirror-sd" / "keys.json"
 
 
-class ModelConfig(_Section):
+class ModelConfig(Section):
     path: str = Field(
         "smollm2-135m-instruct",
         description="a model name (`mirror-sd model list`), a Hugging Face directory or a .gguf",
@@ -86,7 +79,7 @@ class ModelConfig(_Section):
     )
 
 
-class EmulationConfig(_Section):
+class EmulationConfig(Section):
     """What `engine: emulated` pretends to be; None takes the class's own profile."""
 
     latency_ms: float | None = Field(
@@ -100,7 +93,7 @@ class EmulationConfig(_Section):
     )
 
 
-class PoolConfig(_Section):
+class PoolConfig(Section):
     engine: Literal[
         "auto", "native", "torch", "xla", "onnxruntime", "transformers", "reference", "emulated"
     ] = Field(
@@ -132,7 +125,7 @@ class PoolConfig(_Section):
     emulation: EmulationConfig = EmulationConfig()
 
 
-class EngineConfig(_Section):
+class EngineConfig(Section):
     block_size: int = Field(16, ge=1, le=256, description="tokens in a KV block")
     kv_cache_mb: int = Field(1024, ge=8, description="memory of the paged KV cache of a worker")
     kv_precision: Literal["auto", "bf16", "int8", "fp32"] = Field(
@@ -154,7 +147,7 @@ class EngineConfig(_Section):
     )
 
 
-class SpeculationConfig(_Section):
+class SpeculationConfig(Section):
     enabled: bool = Field(True, description="draft at all; a request can still turn it off")
     drafter: Literal["auto", "lookup", "history", "head", "remote"] = Field(
         "auto", description="where drafts come from; auto chooses what pays, step by step"
@@ -207,7 +200,7 @@ class SpeculationConfig(_Section):
         return self
 
 
-class BatchSizes(_Section):
+class BatchSizes(Section):
     CPU: int = Field(16, ge=1, le=4096)
     GPU: int = Field(32, ge=1, le=4096)
     TPU: int = Field(64, ge=1, le=4096)
@@ -217,7 +210,7 @@ class BatchSizes(_Section):
         return int(getattr(self, device_class.upper()))
 
 
-class SchedulerConfig(_Section):
+class SchedulerConfig(Section):
     max_batch_size: BatchSizes = BatchSizes()
     timeout_ms: float = Field(50.0, ge=0, le=10_000, description="longest wait to fill a batch")
     similarity_threshold: float = Field(
@@ -253,7 +246,7 @@ class SchedulerConfig(_Section):
     )
 
 
-class MergeConfig(_Section):
+class MergeConfig(Section):
     enabled: bool = Field(
         True, description="one generation for identical requests, draft hints for similar ones"
     )
@@ -275,7 +268,7 @@ class MergeConfig(_Section):
     )
 
 
-class ProbeConfig(_Section):
+class ProbeConfig(Section):
     enabled: bool = Field(True, description="run the probe daemon that feeds weights back")
     interval_s: float = Field(
         1.0, ge=0.1, le=2, description="time between readings; the edge forgets one after 5 s"
@@ -312,7 +305,7 @@ class ProbeConfig(_Section):
         return self
 
 
-class BrokerConfig(_Section):
+class BrokerConfig(Section):
     heartbeat_ms: int = Field(500, ge=50, le=10_000, description="interval of heartbeats")
     missed_heartbeats: int = Field(
         3, ge=2, le=100, description="silent intervals after which a peer is gone"
@@ -330,11 +323,11 @@ class BrokerConfig(_Section):
     )
 
 
-class Config(_Section):
+class Config(Section):
     server: ServerConfig = ServerConfig()
     model: ModelConfig = ModelConfig()
     pools: dict[DeviceClass, PoolConfig] = Field({"cpu": PoolConfig()}, min_length=1)
-    drafters: dict[DeviceClass, DrafterConfig] = {}
+    drafters: dict[DeviceClass, DrafterConfig] = Field({})
     engine: EngineConfig = EngineConfig()
     speculation: SpeculationConfig = SpeculationConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
@@ -352,6 +345,13 @@ class Config(_Section):
                         f" pools.{name}.engine is {pool.engine}"
                     )
         return self
+
+    def pool(self, device_class: str) -> PoolConfig:
+        """Raises `ConfigError` for a class without one, as does `drafter`."""
+        return of_class(self.pools, "pool", device_class)
+
+    def drafter(self, device_class: str) -> DrafterConfig:
+        return of_class(self.drafters, "drafter", device_class)
 
     @field_validator("pools", "drafters", mode="before")
     @classmethod

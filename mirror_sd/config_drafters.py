@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
+
+from mirror_sd.config_section import DeviceClass, Precision, Section
 
 # Both ends use it: a worker cannot connect to `*`, and ZeroMQ knows no path, user or query, and
 # IPv6 only where it is told to.
@@ -13,18 +15,12 @@ _ADDRESS = re.compile(r"tcp://[A-Za-z0-9._-]+:[1-9][0-9]{0,4}")
 _LAST_PORT = 65_535
 
 
-class DrafterConfig(BaseModel):
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False
-    )
-
+class DrafterConfig(Section):
     engine: Literal["auto", "native", "torch", "xla", "onnxruntime", "transformers"] = Field(
         "auto", description="back end of the drafters; auto: native on the CPU, else torch"
     )
     device: str = Field("auto", description="device of the drafters; auto: that of their class")
-    precision: Literal["auto", "fp32", "bf16", "fp16", "int8"] = Field(
-        "auto", description="as pools.CLASS.precision"
-    )
+    precision: Precision = Field("auto", description="as pools.CLASS.precision")
     model: str | None = Field(
         None, description="model with the target's tokenizer; default: the target's own"
     )
@@ -35,7 +31,7 @@ class DrafterConfig(BaseModel):
     cores: tuple[int, ...] | None = Field(
         None, min_length=1, description="CPU numbers to be pinned to; default: not pinned"
     )
-    serves: tuple[Literal["cpu", "gpu", "tpu"], ...] = Field(
+    serves: tuple[DeviceClass, ...] = Field(
         (), description="classes whose workers it drafts for; default: all other classes"
     )
     overlap: bool = Field(True, description="draft on while the verifier verifies")

@@ -23,7 +23,7 @@ def create_backend(
     from mirror_sd import cuda_allocator, model_store, openmp
     from mirror_sd.backends import registry
 
-    pool = _pool(config, device_class)
+    pool = config.pool(device_class)
     if device_class != "cpu":
         # Before torch is imported, which reads it then.
         os.environ.update(cuda_allocator.environment(pool.device, os.environ))
@@ -74,10 +74,3 @@ def _device(pool: PoolConfig, device_class: str, section: str) -> str:
         f"{setting}.device is auto, and there is no {device_class} here that torch can use;"
         f" set {emulated}{setting}.device=cpu to compute on the CPU"
     )
-
-
-def _pool(config: Config, device_class: str) -> PoolConfig:
-    pools = {str(name): pool for name, pool in config.pools.items()}
-    if device_class not in pools:
-        raise ConfigError(f"no pool {device_class!r}; configured are {', '.join(sorted(pools))}")
-    return pools[device_class]

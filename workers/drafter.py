@@ -22,7 +22,7 @@ from mirror_sd.config import Config
 from mirror_sd.config_drafters import DrafterConfig
 from mirror_sd.drafting import addresses
 from mirror_sd.drafting.server import DraftServer
-from mirror_sd.errors import ConfigError, SetupError
+from mirror_sd.errors import SetupError
 from mirror_sd.run_dir import RunDir, from_run_dir
 from workers.pool import chosen_cores, share_of_cores
 
@@ -54,10 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def load(config: Config, run_dir: RunDir, device_class: str, index: int) -> DraftServer:
     """Pins the process and loads the model; raises `ConfigError` or `ModelError`."""
-    drafters = {str(name): drafter for name, drafter in config.drafters.items()}
-    if device_class not in drafters:
-        raise ConfigError(f"no drafter {device_class!r} is configured")
-    settings = drafters[device_class]
+    settings = config.drafter(device_class)
     threads = _pin(settings, device_class, index)
     begin = time.monotonic()
     from mirror_sd.drafting import loading

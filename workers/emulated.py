@@ -269,8 +269,7 @@ def build(config: Config, run: RunDir, device_class: str) -> EmulatedEngine:
 
     Raises `ConfigError` or `ModelError`.
     """
-    pools = {str(name): pool for name, pool in config.pools.items()}
-    paces = profile.load(device_class, pools[device_class].emulation)
+    paces = profile.load(device_class, config.pool(device_class).emulation)
     try:
         facts = msgspec.json.decode((run.tokenizer / "model.json").read_bytes(), type=_Facts)
     except (OSError, msgspec.MsgspecError) as error:

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from mirror_sd.config import Config
-from mirror_sd.errors import ConfigError
 from mirror_sd.run_dir import RunDir
 from workers.report import Engine
 
 
 def create(config: Config, run: RunDir, device_class: str, threads: int | None) -> Engine:
     """Loads the model, where one is needed; raises `ConfigError` or `ModelError`."""
-    pools = {str(name): pool for name, pool in config.pools.items()}
-    if device_class not in pools:
-        raise ConfigError(f"no pool {device_class!r}; configured are {', '.join(sorted(pools))}")
-    factory = _emulated if pools[device_class].engine == "emulated" else _real
+    factory = _emulated if config.pool(device_class).engine == "emulated" else _real
     return factory(config, run, device_class, threads)
 
 

@@ -165,9 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         logs.configure(f"pool-{device_class}")
         config, _ = from_run_dir()
-        settings = {str(name): pool for name, pool in config.pools.items()}.get(device_class)
-        if settings is None:
-            raise ConfigError(f"no pool {device_class!r} is configured")
+        settings = config.pool(device_class)
         cores = chosen_cores(settings.cores, f"pools.{device_class}.cores")
         specs = [worker_spec(device_class, settings, cores, i) for i in range(settings.workers)]
     except SetupError as error:

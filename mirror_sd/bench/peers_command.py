@@ -25,6 +25,7 @@ from mirror_sd.bench.options import (
     show,
     thread_count,
 )
+from mirror_sd.config_section import Precision
 from mirror_sd.offline import load_tokenizer
 
 
@@ -68,7 +69,7 @@ def peers(
         threads=thread_count(threads or settings.threads),
     )
     own = peer_lineup.ours(
-        one_of(precision, get_args(configuration.Precision), "--precision"),
+        one_of(precision, get_args(Precision), "--precision"),
         one_of(drafters, drafts.DRAFTERS, "--drafters"),
         pool,
         overrides or (),

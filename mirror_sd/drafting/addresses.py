@@ -9,8 +9,7 @@ from mirror_sd.scheduler.splitter import Plan
 
 def endpoint(config: Config, run: RunDir, device_class: str, index: int) -> str:
     """Of drafter `index` of a class."""
-    drafters = {str(name): drafter for name, drafter in config.drafters.items()}
-    address = drafters[device_class].address
+    address = config.drafter(device_class).address
     if address is None:
         return f"ipc://{run.path}/drafter-{device_class}-{index}.sock"
     base, _, port = address.rpartition(":")

@@ -18,7 +18,7 @@ from mirror_sd.uir import draft_file, tokenizer_files
 def load(config: Config, device_class: str, threads: int | None) -> tuple[DraftEngine, str]:
     """(engine, digest of the tokenizer). Raises `ConfigError` or `ModelError`, as where the
     drafter's tokenizer is not the target's."""
-    settings = {str(name): drafter for name, drafter in config.drafters.items()}[device_class]
+    settings = config.drafter(device_class)
     target = model_store.resolve(config.model.path)
     files = model_store.resolve(settings.model) if settings.model else target
     digest = tokenizer_digest(files)

@@ -19,7 +19,8 @@ from collections.abc import Callable
 from typing import get_args
 
 from mirror_sd import messages, telemetry
-from mirror_sd.config import Config, DeviceClass, SchedulerConfig
+from mirror_sd.config import Config, SchedulerConfig
+from mirror_sd.config_section import DeviceClass
 from mirror_sd.errors import NoWorker, ProtocolError
 from mirror_sd.messages import Cancel, Ping, QueueStats, Stats, StatsRequest, Submit
 from mirror_sd.scheduler.dispatcher import Dispatcher, DispatchRules

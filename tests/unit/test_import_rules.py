@@ -21,6 +21,7 @@ _FOUNDATIONS = (
     "errors",
     "config",
     "config_drafters",
+    "config_section",
     "config_source",
     "run_dir",
     "telemetry",
