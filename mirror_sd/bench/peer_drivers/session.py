@@ -81,8 +81,11 @@ def serve(handlers: Mapping[str, Callable[..., Any]]) -> None:
             reply = {"value": handlers[request.pop("call")](**request)}
         except Exception as error:  # noqa: BLE001 - told to the caller, who decides
             traceback.print_exc()
-            said = (str(error).strip() or "no message").splitlines()
-            reply = {"error": f"{type(error).__name__}: {said[0][:500]}"}
+            said = (str(error).strip() or "no message").splitlines()[0][:500]
+            kind = type(error)
+            # Our own are sentences for a person; told by the name, as nothing of ours is imported.
+            is_ours = kind.__module__ == "mirror_sd.errors"
+            reply = {"error": said if is_ours else f"{kind.__name__}: {said}"}
         answers.write(json.dumps(reply) + "\n")
         answers.flush()
 

@@ -114,3 +114,4 @@ def test_streams_that_do_not_fit_are_refused(default_model, key):
 def test_streams_beyond_the_context_are_refused(default_model):
     result = CliRunner().invoke(app, ["memory", "--concurrency", "1", "--length", "8193"])
     assert "context is 8192 tokens, 8193 are asked" in str(result.exception)
+    assert "ConfigError" not in str(result.exception)
