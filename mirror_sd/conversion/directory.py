@@ -17,7 +17,7 @@ from mirror_sd.model_store import ModelFiles
 from mirror_sd.uir import hf_config, hf_model, safetensors_writer, tokenizer_files
 from mirror_sd.uir.model_spec import Shape, expected_shapes
 from mirror_sd.uir.program import Program
-from mirror_sd.uir.stored_format import StoredFormat
+from mirror_sd.uir.stored_format import Part, StoredFormat
 
 WEIGHTS = "model.safetensors"
 # Of transformers' `dtype`, in which the numbers that are no codes lie.
@@ -42,45 +42,44 @@ def write(
         raise ModelError(f"{target} is there already")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        _check_space(program, target.parent, chosen)
+        parts = _parts(program, chosen)
+        _check_space(parts, target.parent)
         with tempfile.TemporaryDirectory(prefix=".convert-", dir=target.parent) as scratch:
             fresh = Path(scratch) / target.name
             fresh.mkdir()
             _write_settings(program, files, fresh, chosen)
-            _write_weights(program, fresh / WEIGHTS, chosen, report)
+            arrays = _arrays(program, chosen, report)
+            safetensors_writer.write(fresh / WEIGHTS, parts, arrays)
             fresh.rename(target)
     except OSError as error:
         raise ModelError(f"cannot write {target}: {error.strerror or error}") from error
 
 
-def _check_space(program: Program, parent: Path, chosen: StoredFormat) -> None:
-    needed = sum(
-        part.nbytes
+def _parts(program: Program, chosen: StoredFormat) -> list[Part]:
+    """The tensors of the file, in its order."""
+    names = hf_model.stored_names(program.spec.num_layers)
+    return [
+        part
         for name, shape in expected_shapes(program.spec).items()
-        for part in format_of(shape, chosen).parts(name, shape)
-    )
+        for part in format_of(shape, chosen).parts(names[name], shape)
+    ]
+
+
+def _check_space(parts: list[Part], parent: Path) -> None:
+    needed = sum(part.nbytes for part in parts)
     free = shutil.disk_usage(parent).free
     if free < needed:
         raise ModelError(f"the weights need {needed >> 20} MB, {parent} has {free >> 20} MB free")
 
 
-def _write_weights(program: Program, path: Path, chosen: StoredFormat, report: Report) -> None:
-    names = hf_model.stored_names(program.spec.num_layers)
+def _arrays(program: Program, chosen: StoredFormat, report: Report) -> Iterator[NDArray[Any]]:
+    """What `_parts` names."""
     shapes = expected_shapes(program.spec)
-    parts = [
-        part
-        for name, shape in shapes.items()
-        for part in format_of(shape, chosen).parts(names[name], shape)
-    ]
-
-    def arrays() -> Iterator[NDArray[Any]]:
-        for place, (name, shape) in enumerate(shapes.items()):
-            if place % max(len(shapes) // 10, 1) == 0:
-                report(f"converted {100 * place // len(shapes)} %")
-            values = np.asarray(program.weights.load(name), np.float32)
-            yield from format_of(shape, chosen).encode(name, values)
-
-    safetensors_writer.write(path, parts, arrays())
+    for place, (name, shape) in enumerate(shapes.items()):
+        if place % max(len(shapes) // 10, 1) == 0:
+            report(f"converted {100 * place // len(shapes)} %")
+        values = np.asarray(program.weights.load(name), np.float32)
+        yield from format_of(shape, chosen).encode(name, values)
 
 
 def _write_settings(program: Program, files: ModelFiles, fresh: Path, chosen: StoredFormat) -> None:
