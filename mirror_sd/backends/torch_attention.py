@@ -8,23 +8,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-
-
-class Attention(Protocol):
-    """How the tokens of one plan look at the cache."""
-
-    def mix(self, queries: Tensor, cache: Tensor, window: int | None) -> Tensor:
-        """[padded * heads, head_dim], what each token's heads read.
-
-        queries: [padded * heads, head_dim], rotated; cache: [slots, 2 * kv_heads, head_dim] of the
-        layer, the keys and values of this forward's tokens already in it.
-        """
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +32,10 @@ class AttentionGroup:
 
 
 class GroupedAttention:
-    """output_rows: [padded * heads] into the groups' outputs laid end to end."""
+    """How the tokens of one plan look at the cache.
+
+    output_rows: [padded * heads] into the groups' outputs laid end to end.
+    """
 
     def __init__(
         self, groups: list[AttentionGroup], output_rows: Tensor, num_kv_heads: int
@@ -55,6 +45,11 @@ class GroupedAttention:
         self._kv_heads = num_kv_heads
 
     def mix(self, queries: Tensor, cache: Tensor, window: int | None) -> Tensor:
+        """[padded * heads, head_dim], what each token's heads read.
+
+        queries: [padded * heads, head_dim], rotated; cache: [slots, 2 * kv_heads, head_dim] of the
+        layer, the keys and values of this forward's tokens already in it.
+        """
         outputs = [self._group(group, queries, cache, window) for group in self._groups]
         joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return joined.index_select(0, self._output_rows)

@@ -23,7 +23,7 @@ from torch import Tensor
 from mirror_sd.backends import block_table
 from mirror_sd.backends.block_table import Int64
 from mirror_sd.backends.protocol import Int32, RaggedBatch
-from mirror_sd.backends.torch_attention import Attention, AttentionGroup, GroupedAttention, masks
+from mirror_sd.backends.torch_attention import AttentionGroup, GroupedAttention, masks
 from mirror_sd.backends.torch_linear import MIN_ROWS
 
 ROW_PAD = 4
@@ -88,7 +88,7 @@ class Plan:
     token_ids: Tensor
     positions: Tensor
     slots: Tensor
-    attention: Attention
+    attention: GroupedAttention
     logit_rows: Tensor
 
 
