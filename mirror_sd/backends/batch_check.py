@@ -1,10 +1,16 @@
-"""What every back end checks about a ragged batch before it touches memory."""
+"""What every back end checks about its cache and a ragged batch before it touches memory."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from mirror_sd.backends.protocol import DraftBatch, RaggedBatch
+
+
+def check_cache(num_blocks: int, block_size: int) -> None:
+    """Raise `ValueError` for a cache of nothing."""
+    if num_blocks < 1 or block_size < 1:
+        raise ValueError(f"cannot allocate {num_blocks} blocks of {block_size} tokens")
 
 
 def check(

@@ -46,8 +46,7 @@ class ReferenceBackend:
         return 2 * 4 * self._spec.kv_size * self._spec.num_layers * block_size
 
     def allocate_kv(self, num_blocks: int, block_size: int) -> None:
-        if num_blocks < 1 or block_size < 1:
-            raise ValueError(f"cannot allocate {num_blocks} blocks of {block_size} tokens")
+        batch_check.check_cache(num_blocks, block_size)
         spec = self._spec
         shape = (spec.num_layers, num_blocks * block_size, spec.num_kv_heads, spec.head_dim)
         self._keys, self._values = np.zeros(shape, np.float32), np.zeros(shape, np.float32)

@@ -55,8 +55,7 @@ class SteppedDraft(ABC, Generic[States]):
         return 2 * 4 * self._spec.num_kv_heads * self._spec.head_dim * block_size
 
     def allocate_kv(self, num_blocks: int, block_size: int) -> None:
-        if num_blocks < 1 or block_size < 1:
-            raise ValueError(f"cannot allocate {num_blocks} blocks of {block_size} tokens")
+        batch_check.check_cache(num_blocks, block_size)
         self._allocate(num_blocks * block_size)
         self._num_blocks, self._block_size = num_blocks, block_size
 

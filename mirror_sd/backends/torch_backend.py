@@ -101,8 +101,7 @@ class TorchBackend:
         return per_token * block_size
 
     def allocate_kv(self, num_blocks: int, block_size: int) -> None:
-        if num_blocks < 1 or block_size < 1:
-            raise ValueError(f"cannot allocate {num_blocks} blocks of {block_size} tokens")
+        batch_check.check_cache(num_blocks, block_size)
         # A static plan's padding rows are written to a block of their own.
         slots = (num_blocks + self._is_static) * block_size
         self._cache = empty_cache(self._decoder, slots, self._device)

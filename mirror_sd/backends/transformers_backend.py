@@ -56,8 +56,7 @@ class TransformersBackend(Untapped):
         return TOKEN_BYTES * block_size
 
     def allocate_kv(self, num_blocks: int, block_size: int) -> None:
-        if num_blocks < 1 or block_size < 1:
-            raise ValueError(f"cannot allocate {num_blocks} blocks of {block_size} tokens")
+        batch_check.check_cache(num_blocks, block_size)
         self._slots = np.zeros((num_blocks, block_size), np.int32)
 
     def forward(self, batch: RaggedBatch) -> Float32:

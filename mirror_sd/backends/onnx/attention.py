@@ -10,11 +10,10 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from mirror_sd.backends.onnx.graph import FLOAT, GraphBuilder
+from mirror_sd.backends.protocol import Float32
 
-Float32 = NDArray[np.float32]
 # The runtime shares the columns of a product among threads by 16, and sums the rows in blocks that
 # depend on how many columns a thread gets. Strips of values that cannot be shared are always summed
 # alike.

@@ -7,16 +7,14 @@ Besides the inputs of `PagedAttention` it takes token_ids [T] and logit_rows [R]
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from mirror_sd.backends.onnx.attention import Heads, PagedAttention, gated, norm
 from mirror_sd.backends.onnx.graph import GraphBuilder
 from mirror_sd.backends.onnx.products import Products
+from mirror_sd.backends.protocol import Float32
 from mirror_sd.uir.model_spec import ModelSpec
 from mirror_sd.uir.program import Program
 from mirror_sd.uir.rope import inverse_frequencies
-
-Float32 = NDArray[np.float32]
 
 
 def heads_of(spec: ModelSpec) -> Heads:

@@ -8,15 +8,13 @@ order of drafting_rows -> outputs [R, hidden], logits [R, draft vocabulary].
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from mirror_sd.backends.onnx.attention import Heads, PagedAttention, gated, norm
 from mirror_sd.backends.onnx.graph import FLOAT, GraphBuilder
 from mirror_sd.backends.onnx.products import Products
+from mirror_sd.backends.protocol import Float32
 from mirror_sd.uir.draft_file import DraftProgram
 from mirror_sd.uir.rope import plain_frequencies
-
-Float32 = NDArray[np.float32]
 
 
 def fusion(program: DraftProgram, products: Products) -> GraphBuilder:

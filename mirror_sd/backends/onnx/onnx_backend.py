@@ -86,8 +86,7 @@ class OnnxBackend:
         return 2 * 4 * self._spec.kv_size * self._spec.num_layers * block_size
 
     def allocate_kv(self, num_blocks: int, block_size: int) -> None:
-        if num_blocks < 1 or block_size < 1:
-            raise ValueError(f"cannot allocate {num_blocks} blocks of {block_size} tokens")
+        batch_check.check_cache(num_blocks, block_size)
         # And one that stays zero, for padding.
         shape = (num_blocks * block_size + 1, 2 * self._spec.kv_size)
         self._session.allocate(self._spec.num_layers, shape)

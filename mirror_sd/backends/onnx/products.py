@@ -9,14 +9,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from mirror_sd.backends.onnx.graph import BFLOAT, FLOAT, HALF, GraphBuilder
 from mirror_sd.backends.onnx.providers import Provider
+from mirror_sd.backends.protocol import Float32
 from mirror_sd.errors import ConfigError
 from mirror_sd.uir import bfloat16, draft_file
 
-Float32 = NDArray[np.float32]
 Precision = Literal["fp32", "fp16", "bf16", "int8"]
 PRECISIONS: tuple[Precision, ...] = ("fp32", "fp16", "bf16", "int8")
 _GROUP = draft_file.GROUP

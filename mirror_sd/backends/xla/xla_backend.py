@@ -83,8 +83,7 @@ class XlaBackend:
 
     def allocate_kv(self, num_blocks: int, block_size: int) -> None:
         """Compiles and tests, too: seconds, or a minute where nothing was compiled before."""
-        if num_blocks < 1 or block_size < 1:
-            raise ValueError(f"cannot allocate {num_blocks} blocks of {block_size} tokens")
+        batch_check.check_cache(num_blocks, block_size)
         self._executor = None  # its memory is wanted
         begin, before = time.monotonic(), self.compilations
         self._executor = Executor(
