@@ -154,17 +154,14 @@ class Target:
 @contextlib.contextmanager
 def drafting(config: Config, run: RunDir) -> Iterator[subprocess.Popen[bytes]]:
     """The drafter's process, for as long as the block lasts."""
-    from mirror_sd.supervisor.processes import import_path
+    from mirror_sd.supervisor.processes import drafter_spec
 
     run.config_json.write_text(config.model_dump_json(), encoding="utf-8")
-    environment = {
-        "MIRROR_SD_CONFIG_JSON": str(run.config_json),
-        "PYTHONPATH": import_path(),
-        **openmp.environment(1),
-    }
+    run.metrics.mkdir()
+    spec = drafter_spec(run, _DRAFTER, 0)
     process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "workers.drafter", "--class", _DRAFTER],
-        env={**os.environ, **environment},
+        spec.argv,
+        env={**os.environ, **spec.env, **openmp.environment(1)},
         stdin=subprocess.DEVNULL,
         stdout=sys.stderr,
     )
@@ -237,14 +234,12 @@ def _figures(runs: dict[Way, list[Run]], covered: Sequence[Timeline]) -> dict[st
     plain, overlapped = Way(PLAIN), Way(OVERLAPPED)
     serial = max((way for way in runs if way.name == SERIAL), key=lambda way: speeds[way])
     last = runs[overlapped][-1]
-    verify_s = sum(end - begin for line in covered for begin, end in line.verifies)
-    shared_s = sum(overlap_timeline.overlap(line.verifies, line.useful) for line in covered)
     expected = runs[plain][0].answers
     return {
         "plain_tok_s": round(speeds[plain], 1),
         "serial_tok_s": round(speeds[serial], 1),
         "overlapped_tok_s": round(speeds[overlapped], 1),
-        "covered_share": round(shared_s / verify_s, 3) if verify_s else 0.0,
+        "covered_share": round(overlap_timeline.covered_share(covered), 3),
         "over_serial": round(speeds[overlapped] / speeds[serial], 2),
         "over_plain": round(speeds[overlapped] / speeds[plain], 2),
         "identical_to_plain": all(run.answers == expected for its in runs.values() for run in its),
@@ -254,10 +249,15 @@ def _figures(runs: dict[Way, list[Run]], covered: Sequence[Timeline]) -> dict[st
         },
         "acceptance": round(last.accepted / last.drafted, 3) if last.drafted else None,
         "accepted_per_verify": round(last.accepted / last.rounds, 2) if last.rounds else None,
-        "verify_ms": round(1e3 * verify_s / max(sum(len(x.verifies) for x in covered), 1), 1),
+        "verify_ms": _verify_ms(covered),
         "draft_ms": _draft_ms(covered),
         "tokens": last.tokens,
     }
+
+
+def _verify_ms(covered: Sequence[Timeline]) -> float:
+    count = sum(len(line.verifies) for line in covered)
+    return round(1e3 * sum(line.verify_s for line in covered) / max(count, 1), 1)
 
 
 def _draft_ms(covered: Sequence[Timeline]) -> float | None:

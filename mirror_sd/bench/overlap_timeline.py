@@ -46,10 +46,16 @@ class Timeline:
         self.drafted.clear()
 
     @property
-    def covered_share(self) -> float:
-        """Of the time of verifies, that during which useful drafting went on."""
-        total = sum(end - begin for begin, end in self.verifies)
-        return overlap(self.verifies, self.useful) / total if total else 0.0
+    def verify_s(self) -> float:
+        """Time of all verifies."""
+        return sum(end - begin for begin, end in self.verifies)
+
+
+def covered_share(lines: Sequence[Timeline]) -> float:
+    """Of the time of verifies, that during which useful drafting went on."""
+    total = sum(line.verify_s for line in lines)
+    shared = sum(overlap(line.verifies, line.useful) for line in lines)
+    return shared / total if total else 0.0
 
 
 def overlap(one: Iterable[Span], other: Iterable[Span]) -> float:

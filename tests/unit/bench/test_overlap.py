@@ -9,7 +9,7 @@ import typer
 
 from mirror_sd.bench import overlap as bench
 from mirror_sd.bench.overlap import OVERLAPPED, PLAIN, SERIAL, Run, Way
-from mirror_sd.bench.overlap_timeline import Timeline, draw, overlap
+from mirror_sd.bench.overlap_timeline import Timeline, covered_share, draw, overlap
 from mirror_sd.drafting.frames import Line, Proposal
 from mirror_sd.errors import ConfigError
 
@@ -46,7 +46,7 @@ def test_drafting_is_useful_where_it_gave_a_token_of_the_answer_before_it_was_kn
     timeline.close([1, 2, 7, 9, 5], [0.0, 0.0, 5.0, 5.0, 6.5])
     assert timeline.useful == {(1, 2), (3, 4)}
     assert timeline.other == {(2, 3), (6, 7)}
-    assert timeline.covered_share == pytest.approx(0.2)
+    assert covered_share([timeline]) == pytest.approx(0.2)
 
 
 def test_figures_take_the_best_serial_length_and_the_median_round():
