@@ -69,6 +69,10 @@ class RunDir:
         """Temperature, utilisation and faults of an emulated class (`mirror-sd emulate`)."""
         return self.path / f"emulation-{device_class}.json"
 
+    def drafter_ready(self, device_class: str, index: int) -> Path:
+        """There once this drafter has loaded its model and listens."""
+        return self.path / f"drafter-{device_class}-{index}.ready"
+
     def gateway_socket(self, index: int) -> Path:
         """The unix socket that gateway `index` serves HTTP on."""
         return self.path / f"gateway-{index}.sock"

@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         server = load(config, run_dir, options.device_class, options.index)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: server.stop())
-        server.run()
+        server.run(run_dir.drafter_ready(options.device_class, options.index))
     except SetupError as error:
         _log.error("%s cannot start: %s", name, error.message)
         return CANNOT_START

@@ -71,10 +71,13 @@ class DraftServer:
     def stop(self) -> None:
         self._stopping = True
 
-    def run(self) -> None:
-        """Serve until `stop`. Raises `ConfigError` where the endpoint cannot be had."""
+    def run(self, ready: Path | None = None) -> None:
+        """Serve until `stop`; `ready` is made once it listens. Raises `ConfigError` where the
+        endpoint cannot be had."""
         with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
             self._open(socket)
+            if ready is not None:
+                ready.touch()
             while not self._stopping:
                 self.run_once(socket)
 

@@ -52,11 +52,11 @@ class Stack:
         self._pools = [Child(processes.pool_spec(run, name)) for name in config.pools]
         self._broker = Child(processes.broker_spec(run))
         # Workers go on without them: only settings that cannot work fail a start.
-        self._drafters = [
-            Child(processes.drafter_spec(run, name, index))
+        self._drafters = {
+            run.drafter_ready(name, index): Child(processes.drafter_spec(run, name, index))
             for name, drafter in config.drafters.items()
             for index in range(drafter.workers)
-        ]
+        }
         # None of the others needs it, so it can neither fail a start nor hold up an end.
         self._probe = [Child(processes.probe_spec(run))] if config.probe.enabled else []
 
@@ -67,14 +67,15 @@ class Stack:
     def start(self) -> None:
         """Start every process but nginx; raises `SetupError` where a command cannot be executed."""
         # Workers first: loading the model takes longest.
-        for child in (*self._pools, *self._drafters, self._broker, *self._gateways):
+        for child in (*self._pools, *self._drafters.values(), self._broker, *self._gateways):
             _start(child)
 
     def wait_until_ready(self, model: str) -> None:
-        """Return when each class has a worker and a generation has passed through all processes, or
-        `stop` was called.
+        """Return when each class has a worker, a generation has passed through all processes and
+        the drafters have started, or `stop` was called.
 
-        Raises `SetupError` when a process dies or `server.start_timeout_s` is over.
+        Raises `SetupError` when a process dies or `server.start_timeout_s` is over; not for a
+        drafter, unless its settings cannot work.
         """
         server = self._config.server
         gateway = self._run.gateway_socket(0)
@@ -82,7 +83,7 @@ class Stack:
         check = ReadinessCheck(host, server.port, model, gateway, classes)
         deadline = self._clock() + server.start_timeout_s
         try:
-            while not check.is_ready and not self.is_stopping:
+            while not (check.is_ready and self._have_drafters_begun()) and not self.is_stopping:
                 self._fail_on_death()
                 self._echo_errors()
                 if self._edge.pid is None and self._has_gateways():
@@ -90,6 +91,9 @@ class Stack:
                         _start(child)
                     check.start()
                 if self._clock() >= deadline:
+                    if check.is_ready:
+                        _log.warning("a drafter has not started yet; going on without it")
+                        break
                     raise SetupError(self._not_ready(check.last_answer))
                 self._wait(_TICK_S / 4)
         finally:
@@ -104,7 +108,7 @@ class Stack:
     def run_once(self) -> None:
         """Look after each process once."""
         now = self._clock()
-        for child in (*self._children(), *self._drafters, *self._probe):
+        for child in (*self._children(), *self._drafters.values(), *self._probe):
             death = child.tend()
             if death is not None:
                 _log.error("%s; starting it again in %.1f s", death, death.delay_s)
@@ -124,7 +128,7 @@ class Stack:
             if not at_once:
                 self._drain()
         finally:
-            for child in (*self._probe, *self._children(), *self._drafters):
+            for child in (*self._probe, *self._children(), *self._drafters.values()):
                 child.kill()
 
     def _drain(self) -> None:
@@ -138,7 +142,7 @@ class Stack:
             for gateway in self._gateways:
                 gateway.kill()
             self._wait_gone([self._edge], _STOP_S)
-        for stage in ([*self._gateways, *self._pools], [self._broker, *self._drafters]):
+        for stage in ([*self._gateways, *self._pools], [self._broker, *self._drafters.values()]):
             for child in stage:
                 child.stop()
             self._wait_or_warn(stage)
@@ -168,8 +172,12 @@ class Stack:
         indexes = range(self._config.server.gateways)
         return all(self._run.gateway_socket(index).exists() for index in indexes)
 
+    def _have_drafters_begun(self) -> bool:
+        """Whether each listens, or has died once for a reason that may pass."""
+        return all(ready.exists() or child.restarts for ready, child in self._drafters.items())
+
     def _fail_on_death(self) -> None:
-        for child in self._drafters:
+        for child in self._drafters.values():
             death = child.tend()
             if death is not None and death.status == CANNOT_START:
                 self._echo_errors()

@@ -102,11 +102,25 @@ def test_no_harm_to_a_drafter_changes_an_answer_or_fails_a_request() -> None:
         until(stack.idle, 5, "idle again")
 
 
-def test_a_drafter_that_cannot_work_fails_the_start_in_one_sentence() -> None:
-    stack = Stack(["drafters.cpu.cores=[999]", "drafters.cpu.serves=[cpu]"])
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        (["drafters.cpu.cores=[999]"], "drafters.cpu.cores names 999; usable here are"),
+        # Found later than the workers need to be ready.
+        (
+            ["drafters.cpu.engine=torch", "drafters.cpu.device=cuda:99"],
+            "the device 'cuda:99' cannot be used",
+        ),
+    ],
+    ids=["at once", "after the workers are ready"],
+)
+def test_a_drafter_that_cannot_work_fails_the_start_in_one_sentence(
+    settings: list[str], reason: str
+) -> None:
+    stack = Stack(["drafters.cpu.serves=[cpu]", *settings])
     try:
         stack.launch()
         assert stack.wait(60) != 0
-        assert "drafters.cpu.cores names 999; usable here are" in stack.log
+        assert reason in stack.log
     finally:
         stack.destroy()

@@ -107,7 +107,7 @@ def test_a_drafter_without_its_device_names_its_own_setting(
 def test_the_stack_starts_each_drafter_with_a_log_and_a_role_of_its_own() -> None:
     config = configuration.load(overrides=["drafters.cpu.workers=2"], environ={})
     stack = Stack(config, RUN, Nginx(Path("/usr/sbin/nginx"), ()))
-    specs = [child.spec for child in stack._drafters]
+    specs = [child.spec for child in stack._drafters.values()]
     assert [spec.name for spec in specs] == ["drafter-cpu-0", "drafter-cpu-1"]
     assert [spec.argv[-4:] for spec in specs] == [
         ["--class", "cpu", "--index", "0"],
