@@ -209,6 +209,7 @@ class Engine:
         # Under load the rows of drafts that are rejected cost others their time.
         share = 2 if submit.degrade_level >= _SHORTER_DRAFTS_LEVEL else 1
         longest = rule.max_tokens // share
+        takes_remote = only in ("auto", "remote")
         return SequenceDrafts(
             self._drafters,
             tokens,
@@ -219,7 +220,7 @@ class Engine:
             window=None if rule.length == "bandit" else self._window(share),
             uses_head=only in ("auto", "head"),
             takes_hints=only == "auto",
-            takes_remote=only in ("auto", "remote"),
+            longest_remote=int(longest * submit.draft_factor + 0.5) if takes_remote else 0,
             is_sampled=params.temperature > 0,
         )
 
@@ -265,11 +266,10 @@ class Engine:
     def _drop(self, sequence: Sequence) -> None:
         if sequence in self._waiting:
             self._waiting.remove(sequence)
+            if sequence.drafts is not None:  # it may have run before
+                sequence.drafts.close()
         else:
-            self._loop.retire(sequence)
-        if sequence.drafts is not None:
-            # Cut at a stop string or by a client that left, it is an answer like others.
-            sequence.drafts.close()
+            self._loop.end(sequence)
 
     def step(self) -> list[Output]:
         """Admit, run one forward, return what it produced."""

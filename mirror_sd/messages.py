@@ -118,6 +118,8 @@ class Submit(Message, frozen=True, kw_only=True, tag="submit"):
     merge: MergeProfile | None = None
     # Step 0..3 of the ladder of degradation that held when the request came.
     degrade_level: int = 0
+    # How much of the usual drafting on other devices their links left room for then, 0..1.
+    draft_factor: float = 1.0
     # Classes that must not take it over from its own: heat or memory holds them back.
     spare: tuple[str, ...] = ()
 

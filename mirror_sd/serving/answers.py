@@ -35,6 +35,7 @@ from mirror_sd.serving.text_thread import TextThread
 _log = logging.getLogger(__name__)
 _TENANT = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _DEGRADE_LEVELS = ("0", "1", "2", "3")
+_SHARE = re.compile(r"0\.[0-9]{2}|1\.00")
 _SSE_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 _EVENT_STREAM = "text/event-stream; charset=utf-8"
 # Planned on the event loop: a body of this size takes a few hundred microseconds, about what a hop
@@ -197,13 +198,14 @@ def caller_of(headers: Mapping[bytes, bytes], config: Config) -> Caller:
     if device_class not in config.pools:
         device_class = next(iter(config.pools))
     tenant = given(b"x-mirror-tenant")
-    level = given(b"x-mirror-degrade")
+    level, factor = given(b"x-mirror-degrade"), given(b"x-mirror-draft-factor")
     return Caller(
         request_id=request_id_of(given(b"x-request-id")),
         device_class=device_class,
         tier="vip" if given(b"x-mirror-tier") == "vip" else "standard",
         tenant=tenant if _TENANT.fullmatch(tenant) else "default",
         degrade_level=int(level) if level in _DEGRADE_LEVELS else 0,
+        draft_factor=float(factor) if _SHARE.fullmatch(factor) else 1.0,
         spare=tuple(name for name in given(b"x-mirror-spare").split(",") if name in config.pools),
     )
 

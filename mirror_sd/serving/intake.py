@@ -38,13 +38,15 @@ CAPPED_TOKENS = 256
 @dataclass(frozen=True, slots=True)
 class Caller:
     """What the edge says about a request. `tier` is "vip" or "standard", `degrade_level` the step
-    of the ladder of degradation, 0 to 3, `spare` the classes that are held back."""
+    of the ladder of degradation, 0 to 3, `draft_factor` how much drafting on other devices there
+    may be, 0 to 1, `spare` the classes that are held back."""
 
     request_id: str
     device_class: str
     tier: str
     tenant: str
     degrade_level: int = 0
+    draft_factor: float = 1.0
     spare: tuple[str, ...] = ()
 
 
@@ -218,6 +220,7 @@ class Intake:
             received_at=now,
             timeout_s=self._timeout_s,
             degrade_level=caller.degrade_level,
+            draft_factor=caller.draft_factor,
             spare=caller.spare,
         )
         sequences = [

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
 
-from mirror_sd.drafting.frames import Commit, DraftParams, Open, Proposal
+from mirror_sd.drafting.frames import LONGEST, Commit, DraftParams, Open, Proposal
 from mirror_sd.messages import SamplingParams
 from mirror_sd.speculative.drafters.remote import DraftLink, RemoteSource
 
@@ -96,14 +96,22 @@ class RemoteDrafting:
         """Drafters that can be had now."""
         return self._link.ready
 
-    def open(self, tokens: list[int], params: SamplingParams, tenant: str) -> RemoteSource:
-        """The source of a sequence that is about to be prefilled: both are, at the same time."""
+    def open(
+        self,
+        tokens: list[int],
+        params: SamplingParams,
+        tenant: str,
+        *,
+        most_tokens: int = LONGEST,
+    ) -> RemoteSource:
+        """The source of a sequence that is about to be prefilled: both are, at the same time.
+        `most_tokens`: of a proposal for this one."""
         source = RemoteSource(
             tokens,
             params,
             tenant,
             vocab_size=self._vocab,
-            most_tokens=self._most,
+            most_tokens=min(self._most, most_tokens),
             length=self.length,
             first_length=self._first_length,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from mirror_sd.drafting.frames import LONGEST
 from mirror_sd.messages import SamplingParams
 from mirror_sd.speculative.acceptance import Record
 from mirror_sd.speculative.drafters import Drafter, DraftSource
@@ -24,7 +25,8 @@ class SequenceDrafts:
     `tokens`: the sequence's own list, which grows; `prompt_length` of them are its prompt.
     `only`: the one drafter to ask, or auto; all are told how it ended. `longest`: most tokens of a
     draft. `window`: the rule of the draft length, None where it is
-    learned over all sequences. `uses_head`: the draft head may be asked as well.
+    learned over all sequences. `uses_head`: the draft head may be asked as well. `longest_remote`:
+    most tokens of a draft that another device makes, 0 for none.
     """
 
     def __init__(
@@ -39,7 +41,7 @@ class SequenceDrafts:
         window: WindowController | None = None,
         uses_head: bool = True,
         takes_hints: bool = True,
-        takes_remote: bool = True,
+        longest_remote: int = LONGEST,
         is_sampled: bool = False,
     ) -> None:
         self._drafters = drafters
@@ -58,7 +60,7 @@ class SequenceDrafts:
         self._records: dict[str, Record] = {}
         self._repetition = RepetitionWatch()
         self.uses_head = uses_head
-        self._takes_remote = takes_remote
+        self._longest_remote = longest_remote
         self._drafting: RemoteDrafting | None = None
         self.remote: RemoteSource | None = None
         self.trials: list[Trial] = []
@@ -96,9 +98,11 @@ class SequenceDrafts:
 
     def draft_remotely(self, drafting: RemoteDrafting, params: SamplingParams) -> None:
         """Have another device draft as well, which begins by reading the prompt."""
-        if self._takes_remote and self.remote is None:
+        if self._longest_remote > 0 and self.remote is None:
             self._drafting = drafting
-            self.remote = drafting.open(self._tokens, params, self._tenant)
+            self.remote = drafting.open(
+                self._tokens, params, self._tenant, most_tokens=self._longest_remote
+            )
 
     def tell_remote(self, tokens: Sequence[int]) -> None:
         """The target's next tokens, which are not in the sequence's list yet."""

@@ -111,6 +111,15 @@ def test_full_classes_are_passed_over_by_the_count_of_requests_in_flight(wide_ed
         assert wide_edge.metric(f'mirror_edge_class_in_flight{{class="{name}"}}') == 0
 
 
+def test_the_share_of_drafting_elsewhere_reaches_the_gateway(wide_edge: Edge) -> None:
+    for sent, given in ((0.4, "0.40"), (0, "0.00"), (1, "1.00"), (1e-5, "0.00")):
+        wide_edge.put_weights({}, draft_factor=sent)
+        assert chat(wide_edge, {}).json()["headers"]["x-mirror-draft-factor"] == given
+    answer = wide_edge.put_weights({}, draft_factor=1.2)
+    assert answer.status_code == 400
+    assert "draft_factor is 1.2; it must be a number from 0 to 1" in answer.text
+
+
 def test_the_degradation_level_reaches_the_gateway_and_sheds_standard_at_3(
     wide_edge: Edge,
 ) -> None:

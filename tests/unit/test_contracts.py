@@ -123,6 +123,17 @@ def test_the_gateway_takes_the_edges_degradation_level(level: int) -> None:
 
 
 @pytest.mark.parametrize(
+    ("sent", "factor"),
+    [("0.40", 0.4), ("0.00", 0.0), ("1.00", 1.0), ("", 1.0), ("1.50", 1.0), ("nan", 1.0)],
+)
+def test_the_gateway_takes_the_edges_share_of_drafting_elsewhere(sent: str, factor: float) -> None:
+    [header] = [one for one in HEADERS["request"] if one["name"] == "X-Mirror-Draft-Factor"]
+    assert bool(re.fullmatch(header["pattern"], sent)) == (sent in ("0.40", "0.00", "1.00"))
+    headers = {b"x-mirror-draft-factor": sent.encode()}
+    assert caller_of(headers, config.Config()).draft_factor == factor
+
+
+@pytest.mark.parametrize(
     ("text", "spare"), [("", ()), ("gpu", ("gpu",)), ("tpu,gpu", ("gpu",)), ("gpu;cpu", ())]
 )
 def test_the_gateway_takes_the_classes_to_spare_that_it_knows(

@@ -109,6 +109,7 @@ function _M.live(tier)
         slots = live.slots,
         splits = live.splits,
         degrade_level = live.degrade_level,
+        draft_factor = live.draft_factor,
         is_stale = live.is_stale,
         in_flight = flight,
         in_tier = in_tier,

@@ -17,6 +17,10 @@ local MEASURED = { "utilisation", "memory_pressure", "in_flight", "slots" }
 
 local is_finite, refuse = validation.is_finite, validation.refuse
 
+local function is_share(value)
+    return is_finite(value) and value >= 0 and value <= 1
+end
+
 local function is_whole(value, limit)
     return is_finite(value) and value >= 0 and value % 1 == 0 and value <= limit
 end
@@ -29,13 +33,11 @@ local function check_class(class, entry)
     if type(entry) ~= "table" then
         refuse(path, entry, "it must be an object with a factor")
     end
-    local factor = entry.factor
-    if not is_finite(factor) or factor < 0 or factor > 1 then
-        refuse(path .. ".factor", factor, "it must be a number from 0 to 1")
+    if not is_share(entry.factor) then
+        refuse(path .. ".factor", entry.factor, "it must be a number from 0 to 1")
     end
-    local health = entry.health
-    if health ~= nil and not (is_finite(health) and health >= 0 and health <= 1) then
-        refuse(path .. ".health", health, "it must be a number from 0 to 1")
+    if entry.health ~= nil and not is_share(entry.health) then
+        refuse(path .. ".health", entry.health, "it must be a number from 0 to 1")
     end
     for _, key in ipairs(MEASURED) do
         local value = entry[key]
@@ -74,6 +76,9 @@ local function check(candidate, now, stored)
     if candidate.degrade_level ~= nil and not is_whole(candidate.degrade_level, LEVEL_MAX) then
         refuse("degrade_level", candidate.degrade_level, "it must be 0, 1, 2 or 3")
     end
+    if candidate.draft_factor ~= nil and not is_share(candidate.draft_factor) then
+        refuse("draft_factor", candidate.draft_factor, "it must be a number from 0 to 1")
+    end
     if candidate.splits ~= nil then
         policy_rules.check_splits("splits", candidate.splits)
     end
@@ -97,7 +102,8 @@ end
 
 --- `dict`: a shared dict; `clock`: a function of Unix seconds.
 function _M.new(dict, clock)
-    local stale = { factors = {}, health = {}, slots = {}, degrade_level = 0, is_stale = true }
+    local stale = { factors = {}, health = {}, slots = {}, is_stale = true }
+    stale.degrade_level, stale.draft_factor = 0, 1
     local weights = { document = document.new(dict, "weights"), clock = clock, stale = stale }
     return setmetatable(weights, Weights)
 end
@@ -131,6 +137,7 @@ end
 local function view(stored)
     local live = { factors = {}, health = {}, slots = {} }
     live.degrade_level = stored.degrade_level or 0
+    live.draft_factor = stored.draft_factor or 1
     live.splits = stored.splits
     for class, entry in pairs(stored.classes) do
         live.factors[class] = entry.factor
@@ -142,9 +149,9 @@ local function view(stored)
 end
 
 --- What routing goes by: `factors`, `health` (the factor without what only evens out the load) and
--- `slots` by class, `degrade_level`, `is_stale`; `splits`, where there are some, are shares by
--- prompt length that stand for those of the policy. All of it is empty and 0 where the document is
--- older than `FRESH_S` or there is none.
+-- `slots` by class, `degrade_level`, `draft_factor` (of the drafting on other devices), `is_stale`;
+-- `splits`, where there are some, are shares by prompt length that stand for those of the policy.
+-- Where the document is older than `FRESH_S` or there is none, nothing is held back.
 function Weights:live()
     local stored, version = self.document:get()
     if not stored or self:age_s() > _M.FRESH_S then

@@ -38,6 +38,7 @@ describe("weight document", function()
         assert.same({ cpu = 8 }, live.slots)
         assert.same({ cpu = 1, gpu = 0.5 }, live.health)
         assert.equal(1, live.degrade_level)
+        assert.equal(1, live.draft_factor)
         assert.is_false(live.is_stale)
     end)
 
@@ -55,15 +56,17 @@ describe("weight document", function()
     it("counts for nothing where there is none, or it is over 5 s old", function()
         assert.is_true(store:live().is_stale)
         assert.is_nil(store:age_s())
-        store:put(sent({ degrade_level = 3 }))
+        store:put(sent({ degrade_level = 3, draft_factor = 0 }))
         ngx.advance(4.9)
         assert.is_false(store:live().is_stale)
+        assert.equal(0, store:live().draft_factor)
         ngx.advance(0.2)
         local live = store:live()
         assert.is_true(live.is_stale)
         assert.same({}, live.factors)
         assert.same({}, live.slots)
         assert.equal(0, live.degrade_level)
+        assert.equal(1, live.draft_factor)
         assert.is_true(store:put(sent()))
         assert.is_false(store:live().is_stale)
     end)
@@ -85,6 +88,8 @@ describe("weight document", function()
         { "at is %-?inf", function() return (sent({ at = 0 }):gsub('"at":0', '"at":1e999')) end },
         { "degrade_level is 4", function() return sent({ degrade_level = 4 }) end },
         { "degrade_level is 1.5", function() return sent({ degrade_level = 1.5 }) end },
+        { "draft_factor is 1.5; it must be", function() return sent({ draft_factor = 1.5 }) end },
+        { "draft_factor is null", function() return sent({ draft_factor = cjson.null }) end },
         { "classes is null", function() return sent({ classes = cjson.null }) end },
         {
             "classes.abacus is",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -76,6 +77,19 @@ def test_a_request_can_ask_for_drafts_from_elsewhere_only_or_for_none():
     assert ends["c"].usage.drafted_tokens == 0
 
 
+@pytest.mark.parametrize(("factor", "longest"), [(1.0, 8), (0.5, 4), (0.1, 1), (0.0, None)])
+def test_drafts_from_elsewhere_are_as_long_as_the_links_leave_room_for(factor, longest):
+    link = NearLink(drafter(noise=0.0), steps=10)
+    asked = []
+    link.open = lambda request, open=link.open: asked.append(request.length) or open(request)
+    link.commit = lambda commit, then=link.commit: asked.append(commit.length) or then(commit)
+    engine = make(link, drafters="remote")
+    item = msgspec.structs.replace(submit(max_tokens=60), draft_factor=factor)
+    tokens, _ = run(engine, [item])
+    assert tokens["a"] == solo(item)
+    assert max(asked, default=None) == longest
+
+
 def test_an_aborted_sequence_is_no_longer_drafted_for():
     engine = make(NearLink(drafter()))
     engine.add(submit(max_tokens=100))
@@ -85,6 +99,20 @@ def test_an_aborted_sequence_is_no_longer_drafted_for():
     engine.abort("a")
     engine.idle()
     assert engine.remote._link.engine.sessions == 0
+
+
+def test_a_sequence_that_fails_is_no_longer_drafted_for():
+    engine = make(NearLink(drafter()))
+    backend = engine._loop._backend
+    for name in ("a", "b"):
+        engine.add(submit(name, max_tokens=100))
+    while engine.remote._link.engine.sessions < 2:
+        engine.step()
+    backend.poisoned.update(range(64))
+    while engine.has_work:
+        engine.step()
+    engine.idle()
+    assert engine.remote._link.engine.sessions == 0 and not engine.remote._sources
 
 
 def test_a_sequence_whose_drafter_was_lost_gets_another_after_a_while():

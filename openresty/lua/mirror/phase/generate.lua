@@ -38,6 +38,7 @@ local function route(ctx, caller, tokens, rate)
     var.mirror_tenant = caller.tenant
     var.mirror_prompt_estimate = tokens
     var.mirror_degrade = live.degrade_level
+    var.mirror_draft_factor = ("%.2f"):format(live.draft_factor)
     var.mirror_spare = edge.router():spared(live.health)
 end
 
