@@ -101,8 +101,14 @@ class DecodeLoop:
             seconds = cost.seconds(rows)
         self._planner.finish(self._chosen, rows, seconds)
 
-    def retire(self, sequence: Sequence) -> None:
-        """Take a running sequence out and give back its blocks."""
+    def end(self, sequence: Sequence) -> None:
+        """Take a running sequence out for good. Whatever ended it, what it got is an answer like
+        others to those that draft."""
+        self._retire(sequence)
+        if sequence.drafts is not None:
+            sequence.drafts.close()
+
+    def _retire(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         self.release(sequence)
 
@@ -171,7 +177,7 @@ class DecodeLoop:
 
     def _preempt(self, victim: Sequence) -> None:
         logger.info("request %s: displaced for want of KV blocks", victim.request_id)
-        self.retire(victim)
+        self._retire(victim)
         self.preempted.append(victim)
         self.report.preempted += 1
 
@@ -196,7 +202,7 @@ class DecodeLoop:
                 # What one sequence brings about must not harm the others, nor the next worker.
                 logger.exception("request %s failed", piece.sequence.request_id)
                 if piece.sequence in self.running:
-                    self.retire(piece.sequence)
+                    self.end(piece.sequence)
                 outputs.append(
                     Failed(
                         request_id=piece.sequence.request_id,
@@ -262,9 +268,7 @@ class DecodeLoop:
                 )
             )
         if verdict.reason is not None:
-            self.retire(sequence)
-            if sequence.drafts is not None:
-                sequence.drafts.close()
+            self.end(sequence)
             outputs.append(
                 Finished(
                     request_id=sequence.request_id, reason=verdict.reason, usage=sequence.usage()
