@@ -67,8 +67,9 @@ class KvMemory:
             return
         if level is not before:
             logger.warning("memory: %s", _WORDS[level])
-        if level is Level.CALM:
+        if level is not Level.PREEMPT:
             self.pool.limit = self.pool.num_blocks
+        if level is Level.CALM:
             return
         self._give_up_prefixes()
         if level is Level.PREEMPT:
