@@ -38,8 +38,8 @@ def _groups(root: Path) -> list[tuple[int, int]]:
     found = []
     # Version 2 of control groups: `0::/path`. The limits of version 1 are not looked at.
     for line in _text(root / "proc/self/cgroup").splitlines():
-        number, _, path = line.rpartition(":")
-        if number != "0:":
+        number, _, path = line.partition("::")
+        if number != "0":
             continue
         group, top = root / "sys/fs/cgroup" / path.lstrip("/"), root / "sys/fs/cgroup"
         while True:

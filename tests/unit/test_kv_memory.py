@@ -116,6 +116,19 @@ def test_sequences_of_low_priority_give_way_when_it_gets_worse(caplog):
     assert machine.engine.stats().kv_blocks_used == 0
 
 
+def test_as_much_may_be_cached_again_when_it_is_only_short():
+    machine = Machine(blocks=40)
+    machine.engine._memory._least = 10
+    pool, most = machine.engine._memory.pool, []
+    for used in (0.97, 0.93, 0.91, 0.88, 0.5):
+        machine.host.used = used
+        for _ in range(4):  # so that it looks at the host
+            machine.engine.step()
+        most.append(pool.limit)
+    # Nearly out from 0.95 on and until it is below 0.92; short from 0.9 on and until 0.87.
+    assert most == [10, 10, 40, 40, 40]
+
+
 def test_the_last_sequence_runs_to_its_end_whatever_the_host_says():
     machine = Machine(blocks=128)
     machine.host.used = 1.0
@@ -147,14 +160,14 @@ def test_the_peak_of_blocks_is_told():
     assert stats.kv_blocks_used == 0 and 12 <= stats.kv_blocks_peak <= 15
 
 
-def fake_root(tmp_path: Path, group: dict[str, str] | None = None) -> Path:
+def fake_root(tmp_path: Path, group: dict[str, str] | None = None, name: str = "b") -> Path:
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/meminfo").write_text(
         "MemTotal:       1000 kB\nMemFree:  10 kB\nMemAvailable:    400 kB\n"
     )
     if group is not None:
-        (tmp_path / "proc/self/cgroup").write_text("0::/a/b\n")
-        folder = tmp_path / "sys/fs/cgroup/a/b"
+        (tmp_path / "proc/self/cgroup").write_text(f"0::/a/{name}\n")
+        folder = tmp_path / "sys/fs/cgroup/a" / name
         folder.mkdir(parents=True)
         for name, text in group.items():
             (folder.parent / name).write_text(text)
@@ -176,6 +189,12 @@ def test_the_group_that_is_nearer_its_limit_counts(tmp_path):
     memory = HostMemory(fake_root(tmp_path, group))
     assert memory.used_share() == pytest.approx(0.9)
     assert memory.free_bytes() == 20_000
+
+
+def test_a_group_with_a_colon_in_its_name_counts(tmp_path):
+    group = {"memory.max": "200000", "memory.current": "190000"}
+    memory = HostMemory(fake_root(tmp_path, group, "app-foo::bar:1"))
+    assert memory.free_bytes() == 10_000
 
 
 def test_a_group_without_a_limit_does_not_count(tmp_path):
