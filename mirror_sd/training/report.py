@@ -35,7 +35,8 @@ def smoothed(losses: NDArray[np.float64]) -> NDArray[np.float64]:
 def _losses(axis: Any, curves: dict[str, Report]) -> None:
     start = 0
     for stage, curve in curves.items():
-        for depth in range(max(len(losses) for _, losses in curve["losses"])):
+        # A precision that is not fitted (--mixed-steps 0) has none.
+        for depth in range(max((len(losses) for _, losses in curve["losses"]), default=0)):
             reached = [(step, row[depth]) for step, row in curve["losses"] if len(row) > depth]
             steps, losses = np.array(reached).T
             smooth = smoothed(losses)
