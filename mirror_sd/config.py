@@ -191,6 +191,11 @@ class SpeculationConfig(Section):
     ngram_max: int = Field(4, ge=1, le=16, description="longest n-gram that lookup matches")
     ngram_min: int = Field(2, ge=1, le=16, description="shortest n-gram that lookup matches")
 
+    @property
+    def asks_drafters(self) -> bool:
+        """Whether drafts may come from another device."""
+        return self.enabled and self.drafter in ("auto", "remote")
+
     @model_validator(mode="after")
     def _bounds_in_order(self) -> Self:
         for low, high in (("min_tokens", "max_tokens"), ("ngram_min", "ngram_max")):

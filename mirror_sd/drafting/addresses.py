@@ -16,19 +16,23 @@ def endpoint(config: Config, run: RunDir, device_class: str, index: int) -> str:
     return f"{base}:{int(port) + index}"
 
 
+def verifiers_of(config: Config, device_class: str, plan: Plan) -> set[str]:
+    """The pools whose workers the drafters of a class draft for: those that the settings or else
+    the plan gives them, and all others where neither does; none where no drafter is asked."""
+    if not config.speculation.asks_drafters:
+        return set()
+    drafter = config.drafter(device_class)
+    planned = {pair.verifier for pair in plan.verifiers_of(device_class)}
+    if drafter.serves or not planned:
+        return {str(name) for name in config.pools if drafter.serves_class(name, device_class)}
+    return planned
+
+
 def endpoints_for(config: Config, run: RunDir, verifier: str, plan: Plan) -> list[tuple[str, str]]:
-    """(class of the drafter, endpoint) of all that draft for the workers of a class: those that the
-    settings or else the plan gives it. A drafter that neither gives anybody drafts for all."""
-    found = []
-    for name, drafter in config.drafters.items():
-        planned = {pair.verifier for pair in plan.verifiers_of(str(name))}
-        if drafter.serves or not planned:
-            is_paired = drafter.serves_class(verifier, str(name))
-        else:
-            is_paired = verifier in planned
-        if is_paired:
-            found += [
-                (str(name), endpoint(config, run, str(name), index))
-                for index in range(drafter.workers)
-            ]
-    return found
+    """(class of the drafter, endpoint) of all that draft for the workers of a class."""
+    return [
+        (str(name), endpoint(config, run, name, index))
+        for name, drafter in config.drafters.items()
+        if verifier in verifiers_of(config, name, plan)
+        for index in range(drafter.workers)
+    ]

@@ -24,7 +24,7 @@ def connector(
     on_proposal: Callable[[Proposal], None] | None = None,
 ) -> Callable[[Capabilities], RemoteDrafting] | None:
     """What connects a worker of the class to its drafters; None where it has none."""
-    if not config.drafters or not config.speculation.enabled:
+    if not config.drafters:
         return None
     from mirror_sd import planning
 

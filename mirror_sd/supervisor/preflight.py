@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import ipaddress
+import logging
 import shutil
 import socket
 from collections.abc import Callable
@@ -12,11 +13,14 @@ from pathlib import Path
 
 import psutil
 
-from mirror_sd import model_store
+from mirror_sd import model_store, planning
 from mirror_sd.config import Config, ServerConfig
+from mirror_sd.drafting import addresses
 from mirror_sd.errors import ConfigError, ModelError, SetupError
 from mirror_sd.keys import KeyFile
 from mirror_sd.model_store import ModelFiles
+
+_log = logging.getLogger(__name__)
 
 # Sockets, logs, metrics and the tokenizer; a full disk would kill the metrics' memory maps.
 NEEDED_MB = 64
@@ -32,11 +36,26 @@ def check_ports(server: ServerConfig) -> None:
 
 
 def check_drafters(config: Config) -> None:
-    """Raises `SetupError` where a drafter cannot listen at its address. Found by the drafter
-    itself, that would end the start only if its model is loaded before the stack is ready."""
+    """Raises `SetupError` where a drafter cannot listen at its address or would draft for nobody.
+
+    Where the configuration turns drafters off, that is only logged: none is started.
+    """
+    if config.drafters and not config.speculation.asks_drafters:
+        _log.warning(
+            "no drafter is started: speculation.enabled is %s, speculation.drafter %s",
+            str(config.speculation.enabled).lower(),
+            config.speculation.drafter,
+        )
+        return
     server = config.server
+    plan = planning.splitter(config).plan()
     taken = {server.port: "server.port", server.effective_admin_port: "server.admin_port"}
     for name, drafter in config.drafters.items():
+        if not addresses.verifiers_of(config, name, plan):
+            raise ConfigError(
+                f"drafters.{name} would draft for nobody: the pools are {', '.join(config.pools)};"
+                f" name one of them in drafters.{name}.serves"
+            )
         if drafter.address is None:
             continue
         setting = f"drafters.{name}.address"

@@ -55,6 +55,7 @@ class Stack:
         self._drafters = {
             run.drafter_ready(name, index): Child(processes.drafter_spec(run, name, index))
             for name, drafter in config.drafters.items()
+            if config.speculation.asks_drafters
             for index in range(drafter.workers)
         }
         # None of the others needs it, so it can neither fail a start nor hold up an end.

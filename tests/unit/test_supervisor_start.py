@@ -63,7 +63,7 @@ def test_admin_port_is_another_than_the_public_one_and_free_too() -> None:
 
 def test_drafters_that_cannot_listen_are_told_before_anything_starts() -> None:
     def check(*drafters: str) -> None:
-        settings = [f"drafters.{drafter}" for drafter in drafters]
+        settings = [f"drafters.{drafter}" for drafter in ("cpu.serves=[cpu]", *drafters)]
         preflight.check_drafters(load(overrides=settings, environ={}))
 
     with socket.socket() as holder:

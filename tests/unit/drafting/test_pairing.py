@@ -10,8 +10,10 @@ import pytest
 from mirror_sd import config as configuration
 from mirror_sd import planning
 from mirror_sd.drafting import addresses, loading
+from mirror_sd.drafting.connection import connector
 from mirror_sd.errors import ConfigError
 from mirror_sd.run_dir import RunDir
+from mirror_sd.supervisor import preflight
 from mirror_sd.supervisor.edge import Nginx
 from mirror_sd.supervisor.stack import Stack
 from workers import drafter
@@ -39,6 +41,30 @@ def test_without_settings_it_drafts_for_whom_the_plan_pairs_it_with() -> None:
     plan = planning.splitter(config).plan()
     planned = {pair.verifier for pair in plan.verifiers_of("cpu")} or {"gpu", "tpu"}
     assert {name for name in ("cpu", "gpu", "tpu") if endpoints(name, "drafters.cpu={}")} == planned
+
+
+@pytest.mark.parametrize("source", ["lookup", "history", "head"])
+def test_no_drafter_is_asked_or_started_where_drafts_have_one_source_on_the_worker(
+    source: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = ["drafters.cpu.serves=[cpu]", f"speculation.drafter={source}"]
+    config = configuration.load(overrides=settings, environ={})
+    assert endpoints("cpu", *settings) == []
+    assert connector(config, RUN, "cpu") is None
+    assert not Stack(config, RUN, Nginx(Path("/usr/sbin/nginx"), ()))._drafters
+    preflight.check_drafters(config)
+    assert f"no drafter is started: speculation.enabled is true, speculation.drafter {source}" in (
+        caplog.text
+    )
+
+
+@pytest.mark.parametrize("serves", ["", "tpu", "tpu, gpu"])
+def test_a_drafter_that_would_draft_for_nobody_fails_the_start(serves: str) -> None:
+    config = configuration.load(overrides=[f"drafters.cpu.serves=[{serves}]"], environ={})
+    with pytest.raises(
+        ConfigError, match=r"^drafters\.cpu would draft for nobody: the pools are cpu"
+    ):
+        preflight.check_drafters(config)
 
 
 def test_each_worker_of_a_drafter_listens_at_a_place_of_its_own() -> None:
