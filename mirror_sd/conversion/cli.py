@@ -60,8 +60,9 @@ def convert(
     chosen = _format(precision, scales, group)
     files = model_store.resolve(model)
     original = source.load(files, ema)
-    directory.write(original, files, out, chosen, lambda line: typer.echo(line, err=True))
-    written = model_store.resolve(str(out))
+    target = directory.write(original, files, out, chosen, lambda line: typer.echo(line, err=True))
+    # By its whole path: a folder may be called what a registered model is.
+    written = model_store.resolve(str(target))
     size = (written.path / directory.WEIGHTS).stat().st_size
     facts: dict[str, Any] = {
         "model": files.name,

@@ -6,6 +6,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,20 +33,19 @@ def format_of(shape: Shape, chosen: StoredFormat) -> StoredFormat:
 
 def write(
     program: Program, files: ModelFiles, target: Path, chosen: StoredFormat, report: Report
-) -> None:
-    """Write the directory whole or not at all; it must not be there yet.
+) -> Path:
+    """Write the directory whole or not at all; it must not be there yet. Its absolute path.
 
     files: where the tokenizer and the settings come from. Raises `ModelError`.
     """
     target = target.expanduser().absolute()
     if target.exists():
         raise ModelError(f"{target} is there already")
+    parts = _parts(program, chosen)
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        parts = _parts(program, chosen)
-        _check_space(parts, target.parent)
-        with tempfile.TemporaryDirectory(prefix=".convert-", dir=target.parent) as scratch:
-            fresh = Path(scratch) / target.name
+        with _scratch_beside(target) as scratch:
+            _check_space(parts, target.parent)
+            fresh = scratch / target.name
             fresh.mkdir()
             _write_settings(program, files, fresh, chosen)
             arrays = _arrays(program, chosen, report)
@@ -53,6 +53,22 @@ def write(
             fresh.rename(target)
     except OSError as error:
         raise ModelError(f"cannot write {target}: {error.strerror or error}") from error
+    return target
+
+
+@contextmanager
+def _scratch_beside(target: Path) -> Iterator[Path]:
+    """A directory to write in, in the file system of `target`. The folders that had to be made
+    above it stay only if `target` came to be there."""
+    missing = [folder for folder in target.parents if not folder.exists()]
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".convert-", dir=target.parent) as scratch:
+            yield Path(scratch)
+    finally:
+        with suppress(OSError):  # from the first that holds something on, they stay
+            for folder in missing:
+                folder.rmdir()
 
 
 def _parts(program: Program, chosen: StoredFormat) -> list[Part]:

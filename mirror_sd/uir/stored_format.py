@@ -75,7 +75,7 @@ def quantise(
     """(codes [outputs, inputs], scales [outputs, groups] of type `scale`) with the least largest
     error."""
     outputs, inputs = matrix.shape
-    size = group or inputs
+    size = _size(group, inputs)
     padded = np.pad(matrix, ((0, 0), (0, -inputs % size))).reshape(outputs, -1, size)
     scales = np.asarray(np.abs(padded).max(axis=2) / _MOST, scale)
     wide = scales.astype(np.float32)[:, :, None]
@@ -87,5 +87,10 @@ def quantise(
 def dequantise(codes: NDArray[Any], scales: NDArray[Any], group: int | None) -> Float32:
     """Codes times scales."""
     inputs = codes.shape[1]
-    wide = np.repeat(scales.astype(np.float32), group or inputs, axis=1)[:, :inputs]
+    wide = np.repeat(scales.astype(np.float32), _size(group, inputs), axis=1)[:, :inputs]
     return np.asarray(codes.astype(np.float32) * wide, np.float32)
+
+
+def _size(group: int | None, inputs: int) -> int:
+    """Inputs of a row that share a scale: a group may be longer than the row."""
+    return inputs if group is None else min(group, inputs)

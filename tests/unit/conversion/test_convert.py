@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
+import tracemalloc
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -86,6 +89,7 @@ def rounded(form: StoredFormat, values: Float32) -> Float32:
         (["--precision", "fp16"], StoredFormat("fp16")),
         (["--precision", "int8", "--scales", "channel"], StoredFormat("int8")),
         (["--precision", "int8", "--group", "32"], StoredFormat("int8", 32)),
+        (["--precision", "int8", "--group", "65536"], StoredFormat("int8", 65536)),
     ],
 )
 def test_weights_come_back_rounded_to_the_format_and_vectors_unchanged(
@@ -148,6 +152,26 @@ def test_int8_is_within_half_a_step_of_its_group(
     step = np.repeat(scales, group or inputs, axis=1)[:, :inputs]
     assert (np.abs(found - matrix) <= 0.5001 * step).all()
     assert np.array_equal(found == 0, np.abs(matrix) < 0.5 * step) or (step == 0).any()
+
+
+def test_a_group_longer_than_a_row_takes_no_more_memory_than_the_row() -> None:
+    matrix = np.random.default_rng(1).normal(size=(500, 64)).astype("f4")
+    tracemalloc.start()
+    codes, scales = stored_format.quantise(matrix, 65536)
+    found = stored_format.dequantise(codes, scales, 65536)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 10 * matrix.nbytes
+    assert np.array_equal(found, stored_format.dequantise(*stored_format.quantise(matrix, 64), 64))
+
+
+def test_a_directory_may_be_called_what_a_registered_model_is(
+    model: ModelFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = convert(str(model.path), "smollm2-135m-instruct", "--report", "--json")
+    facts = json.loads(result.stdout.splitlines()[-1])
+    assert facts["path"] == str(tmp_path / "smollm2-135m-instruct") and facts["layers"]
 
 
 def test_the_report_orders_the_formats_by_their_error(model: ModelFiles, tmp_path: Path) -> None:
@@ -216,9 +240,10 @@ def test_what_cannot_be_written_leaves_nothing(model: ModelFiles, tmp_path: Path
         if message is None:
             assert convert(str(model.path), str(out), "--precision", precision).exit_code == 0
             continue
-        with pytest.raises(ModelError, match=f"head .*{message}"):
-            convert(str(model.path), str(out), "--precision", precision)
-        assert not out.exists()
+        for path in (out, out / "deep" / "deeper"):
+            with pytest.raises(ModelError, match=f"head .*{message}"):
+                convert(str(model.path), str(path), "--precision", precision)
+            assert not out.exists()
         assert not list(tmp_path.glob(".convert-*"))
     weights["lm_head.weight"][0, 0] = np.nan
     save_file(weights, model.path / "model.safetensors")
@@ -226,6 +251,16 @@ def test_what_cannot_be_written_leaves_nothing(model: ModelFiles, tmp_path: Path
         convert(str(model.path), str(tmp_path / "nan"))
     for options in (["--precision", "int4"], ["--scales", "row"], ["--group", "0"]):
         assert convert(str(model.path), str(tmp_path / "x"), *options).exit_code == 2
+
+
+def test_a_full_disk_leaves_no_folders(
+    model: ModelFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine").mkdir()
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    with pytest.raises(ModelError, match="the weights need"):
+        convert(str(model.path), str(tmp_path / "mine" / "deep" / "deeper" / "out"))
+    assert not list((tmp_path / "mine").iterdir())
 
 
 def test_codes_that_do_not_fit_their_scales_are_refused(model: ModelFiles, tmp_path: Path) -> None:
