@@ -143,7 +143,10 @@ class EngineConfig(Section):
     )
     prefix_reuse: bool = Field(True, description="keep finished KV blocks for equal prefixes")
     shed_above: float = Field(
-        0.92, gt=0, le=1, description="used host memory from which CPU workers give up prefixes"
+        0.92,
+        gt=0,
+        le=1,
+        description="used host memory from which native workers give up prefixes",
     )
 
 

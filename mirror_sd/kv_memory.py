@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from mirror_sd import telemetry
 from mirror_sd.backends.protocol import Backend, DraftHead
@@ -16,10 +16,14 @@ from mirror_sd.speculative.decode_loop import DecodeLoop
 
 logger = logging.getLogger(__name__)
 
+# Gives the memory of blocks back to the system.
+Discard = Callable[[Sequence[int]], None]
+
 
 class KvMemory:
     """Allocates the cache; `pool` tells whose its blocks are. Where the back end computes in the
-    memory of `host`, that is watched; a card's memory is its back end's alone, taken at once.
+    memory of `host` and can give that of blocks back, it is watched; a card's memory is its back
+    end's alone, taken at once.
     """
 
     def __init__(
@@ -53,9 +57,11 @@ class KvMemory:
         self.pool = BlockPool(self.arena.blocks)
         # Below what one sequence may need nothing could be run to its end.
         self._least = min(-(-context // size), self.arena.blocks)
-        self._backend = backend
+        self._discard: Discard | None = getattr(backend, "discard_kv", None)
+        # To give up what stays resident would cost time and help nobody.
+        is_watched = host is not None and self._discard is not None
         self._pressure = MemoryPressure(
-            config.shed_above, host.used_share if host is not None else _unknown, clock
+            config.shed_above, host.used_share if host and is_watched else _unknown, clock
         )
         self._shed = telemetry.KV_SHED.labels(device_class)
         self._preemptions = telemetry.PREEMPTIONS.labels(device_class)
@@ -83,10 +89,8 @@ class KvMemory:
         blocks = self.pool.forget_cached()
         if blocks:
             self._shed.inc(len(blocks))
-            # A back end may be able to give the memory of blocks back to the system.
-            discard = getattr(self._backend, "discard_kv", None)
-            if discard is not None:
-                discard(blocks)
+            if self._discard is not None:
+                self._discard(blocks)
 
 
 def _unknown() -> None:

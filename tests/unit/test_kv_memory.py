@@ -40,10 +40,10 @@ class Target(HashTarget):
 
 
 class Machine:
-    def __init__(self, blocks=64, slots=4) -> None:
+    def __init__(self, blocks=64, slots=4, target=None) -> None:
         self.now = 0.0
         self.host = Host()
-        self.target = Target(memory=1)
+        self.target = target or Target(memory=1)
         self.engine = Engine(
             self.target,
             EngineConfig(block_size=4, kv_cache_mb=blocks, prefill_chunk=16, shed_above=0.9),
@@ -75,6 +75,17 @@ def test_prefixes_are_given_up_when_the_host_runs_short():
     assert ends["c"].usage.cached_tokens == 0
     assert shed() > before and len(machine.target.discarded) == shed() - before
     assert tokens["c"] == solo(submit("c", prompt), memory=1)
+
+
+def test_nothing_is_given_up_where_that_would_free_nothing():
+    machine, before = Machine(target=HashTarget(memory=1)), shed()
+    machine.host.used = 0.99
+    prompt = list(range(33))
+    run(machine.engine, [submit("a", prompt)])
+    _, ends = run(machine.engine, [submit("b", prompt)])
+    assert ends["b"].usage.cached_tokens == 32 and shed() == before
+    pool = machine.engine._memory.pool
+    assert pool.limit == pool.num_blocks
 
 
 def test_sequences_of_low_priority_give_way_when_it_gets_worse(caplog):
