@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from mirror_sd import config as configuration
 from mirror_sd.admin_client import AdminClient, is_listening, stack_on
@@ -71,6 +72,7 @@ def splitter(config: Config) -> DynamicSplitter:
             ),
             acceptance=_OWN_MODEL if drafter.model is None else _OTHER_MODEL,
             serves=drafter.serves,
+            length=drafter.length,
         )
         for name, drafter in config.drafters.items()
     ]
@@ -106,7 +108,11 @@ def _of_stack(config: Config, client: AdminClient, wish: Mapping[str, float]) ->
     for device in made.devices:
         found = measurements.profile(device.device_class, workers, device)
         made.observe(found or device)
-    demand = measurements.demand(edge, workers, traffic(_metrics(config)))
+    text = _metrics(config)
+    paces = drafter_paces(text)
+    for drafter in made.drafters:
+        made.observe(measurements.drafter(paces.get(drafter.name, 0.0), drafter))
+    demand = measurements.demand(edge, workers, traffic(text))
     weights = {} if edge.get("weights_stale", True) else client.get("/admin/weights")
     classes = weights.get("classes") or {}
     health = {name: entry.get("health", entry["factor"]) for name, entry in classes.items()}
@@ -127,13 +133,23 @@ def _report(made: DynamicSplitter, demand: Demand, factors: Factors, *, is_live:
 def traffic(text: str) -> Traffic:
     """What a scrape says was answered since the start. Raises `ValueError` for what is none."""
     counters = measurements.TRAFFIC_COUNTERS
-    lines = [line for line in text.splitlines() if line.startswith(counters)]
     totals = dict.fromkeys(counters, 0.0)
-    for family in text_string_to_metric_families("\n".join([*lines, ""])):
-        for sample in family.samples:
-            if measurements.is_answered(sample.labels) and sample.name in counters:
-                totals[sample.name] += sample.value
+    for sample in _samples(text, counters):
+        if measurements.is_answered(sample.labels):
+            totals[sample.name] += sample.value
     return measurements.traffic(totals)
+
+
+def drafter_paces(text: str) -> Mapping[str, float]:
+    """Seconds of a drafted token by class, as a scrape has them. Raises as `traffic` does."""
+    found = _samples(text, (measurements.DRAFTER_PACE,))
+    return {sample.labels.get("class", ""): sample.value for sample in found}
+
+
+def _samples(text: str, names: tuple[str, ...]) -> Iterator[Sample]:
+    lines = [line for line in text.splitlines() if line.startswith(names)]
+    for family in text_string_to_metric_families("\n".join([*lines, ""])):
+        yield from (sample for sample in family.samples if sample.name in names)
 
 
 def _metrics(config: Config) -> str:

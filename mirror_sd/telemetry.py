@@ -250,7 +250,7 @@ REMOTE_LOST = _counter(
 # Drafter.
 DRAFTER_SESSIONS = _gauge("mirror_drafter_sessions", "Sequences drafted for.", ("class",))
 DRAFTER_TOKENS = _counter("mirror_drafter_tokens_total", "Tokens drafted.", ("class",))
-DRAFTER_PACE = _gauge(
+DRAFTER_PACE = _latest(
     "mirror_drafter_seconds_per_token", "Time of a drafted token, lately.", ("class",)
 )
 DRAFTER_BAD_FRAMES = _counter(

@@ -71,19 +71,28 @@ class DeviceProfile:
             curve.append((rows, most))
         return replace(self, curve=tuple(curve), prefill_tok_s=prefill_tok_s, origin="measured")
 
+    def at_pace(self, seconds: float) -> DeviceProfile:
+        """The same curve, all of it as much quicker or slower as a forward of one row is."""
+        times = seconds / self.latency_s
+        curve = tuple((rows, times * took) for rows, took in self.curve)
+        return replace(
+            self, curve=curve, prefill_tok_s=self.prefill_tok_s / times, origin="measured"
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class DrafterProfile:
     """Workers that draft for others. `device.step_s(n)` is the time of a drafted token for each of
     `n` sequences; `link_s` of a message there and back; `acceptance` the chance of a drafted token
     to be the target's, where all before were; `serves`: the classes it drafts for, by default all
-    but its own."""
+    but its own; `length`: tokens of a draft, None for what pays most."""
 
     name: str
     device: DeviceProfile
     link_s: float = 0.001
     acceptance: float = 0.8
     serves: tuple[str, ...] = ()
+    length: int | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.acceptance <= 1 or not 0 <= self.link_s < float("inf"):

@@ -101,13 +101,16 @@ def _streams(device: DeviceProfile, demand: Demand) -> float:
 def _pair(
     device: DeviceProfile, drafter: DrafterProfile, streams: float, served: int, longest: int
 ) -> Pair:
-    """With the length that gives most. `served`: workers that the drafter serves already."""
+    """With the drafter's own length, or that which gives most. `served`: workers that it serves
+    already."""
     plain_s = device.step_s(streams)
     each = streams * (served + device.workers) / drafter.device.workers
     token_s = drafter.device.step_s(each)
     chance = min(drafter.acceptance, 0.999)
     best: Pair | None = None
-    for length in range(1, longest + 1):
+    fixed = drafter.length
+    lengths = range(1, longest + 1) if fixed is None else (min(fixed, longest),)
+    for length in lengths:
         verify_s = device.step_s(streams * (length + 1))
         draft_s = length * token_s + drafter.link_s
         tokens = (1 - chance ** (length + 1)) / (1 - chance)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mirror_sd.scheduler.class_shares import Demand
-from mirror_sd.scheduler.device_profile import DeviceProfile
+from mirror_sd.scheduler.device_profile import DeviceProfile, DrafterProfile
 
 # Fewer requests say little of their average.
 _FEWEST_REQUESTS = 10
@@ -22,6 +22,7 @@ TRAFFIC_COUNTERS = (
     "mirror_gateway_prompt_tokens_total",
     "mirror_gateway_completion_tokens_total",
 )
+DRAFTER_PACE = "mirror_drafter_seconds_per_token"
 _NO_CURVE = ((1, 1.0),)
 
 
@@ -69,6 +70,13 @@ def profile(
     if expected is None:
         return None
     return replace(expected, workers=len(alive), slots=slots or expected.slots)
+
+
+def drafter(seconds_per_token: float, expected: DrafterProfile) -> DrafterProfile:
+    """By what a drafted token took lately; the `expected` one where none was drafted yet."""
+    if not 0 < seconds_per_token < math.inf:
+        return expected
+    return replace(expected, device=expected.device.at_pace(seconds_per_token))
 
 
 def demand(

@@ -83,6 +83,35 @@ def test_the_plan_of_a_stack_goes_by_what_its_workers_measured(
     assert all(device.workers == 0 for device in explain().devices)
 
 
+def test_the_plan_of_a_stack_goes_by_what_its_drafters_take(
+    admin: _Admin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resolved = RunDir.of_port(PORT).config_json
+    resolved.write_text(
+        json.dumps(json.loads(resolved.read_text()) | {"drafters": {"cpu": {"serves": ["gpu"]}}})
+    )
+    admin.answers["/admin/state"] = (200, {"edge": {}, "workers": []})
+    text = ""
+    monkeypatch.setattr(planning, "_metrics", lambda config: text)
+    [expected] = explain().drafters
+    assert expected.device.origin == "default"
+    text = 'mirror_drafter_seconds_per_token{class="cpu"} 0.0\n'
+    assert explain().drafters == (expected,), "none has drafted yet"
+    text = 'mirror_drafter_seconds_per_token{class="cpu"} 0.25\n'
+    [found] = explain().drafters
+    assert found.device.origin == "measured" and found.device.latency_s == 0.25
+    assert found.device.step_s(16) == pytest.approx(
+        expected.device.step_s(16) * 0.25 / expected.device.latency_s
+    )
+
+
+def test_a_drafter_whose_length_is_set_is_planned_with_it() -> None:
+    settings = (*EMULATED[1:], 'drafters.cpu={"serves": ["gpu"]}')
+    [free] = explain(*settings).plan.pairs
+    [fixed] = explain(*settings, "drafters.cpu.length=2").plan.pairs
+    assert fixed.length == 2 < free.length and fixed.speedup < free.speedup
+
+
 def test_the_plan_as_a_policy_keeps_the_rest_of_the_policy(
     admin: _Admin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
