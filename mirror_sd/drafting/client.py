@@ -58,7 +58,9 @@ class _Peer:
     # When a question was sent that nothing has followed yet.
     asked_at: float | None = None
     ask_again_at: float = 0.0
+    banned_until: float = float("-inf")
     late: int = 0
+    # Since it was last found sound, or banned.
     bad_frames: int = 0
 
 
@@ -188,7 +190,7 @@ class DraftClient:
     ) -> None:
         match frame:
             case Ready(instance=instance):
-                if self._clock() < peer.ask_again_at and peer.bad_frames >= _BAD_FRAMES:
+                if self._clock() < peer.banned_until:
                     return
                 if peer.instance not in (None, instance):
                     self._lose(peer, "it was started anew")
@@ -217,9 +219,11 @@ class DraftClient:
     def _count_bad(self, peer: _Peer, reason: str) -> None:
         self.bad_frames += 1
         peer.bad_frames += 1
-        if peer.bad_frames >= _BAD_FRAMES and peer.instance is not None:
-            self._lose(peer, f"it sends what cannot be read: {reason}")
-            peer.ask_again_at = self._clock() + _BANNED_S
+        if peer.bad_frames >= _BAD_FRAMES:
+            if peer.instance is not None:
+                self._lose(peer, f"it sends what cannot be read: {reason}")
+            peer.bad_frames = 0
+            peer.banned_until = peer.ask_again_at = self._clock() + _BANNED_S
 
     def _forget(self, peer: _Peer, session: int) -> None:
         if session in peer.sessions:

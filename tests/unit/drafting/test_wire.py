@@ -44,8 +44,9 @@ def serving(endpoint, engine=None, tokenizer="words"):
 
 
 @contextlib.contextmanager
-def connected(*endpoints, hello=HELLO):
-    client = DraftClient([(f"d{i}", endpoint) for i, endpoint in enumerate(endpoints)], hello)
+def connected(*endpoints, hello=HELLO, clock=time.monotonic):
+    named = [(f"d{i}", endpoint) for i, endpoint in enumerate(endpoints)]
+    client = DraftClient(named, hello, clock)
     try:
         yield client
     finally:
@@ -228,11 +229,12 @@ def test_a_drafter_that_hangs_is_given_up_and_taken_back_when_it_answers(endpoin
         until(client, lambda *_: engine.sessions == 0, what="its old session has ended")
 
 
-def test_a_drafter_that_sends_garbage_is_left_alone(endpoint):
+def test_a_drafter_that_sends_garbage_is_left_alone_for_half_a_minute(endpoint):
+    passed = [0.0]
     with zmq.Context() as context, context.socket(zmq.ROUTER) as evil:
         evil.linger = 0
         evil.bind(endpoint)
-        with connected(endpoint) as client:
+        with connected(endpoint, clock=lambda: time.monotonic() + passed[0]) as client:
             deadline = time.monotonic() + 5
             while not evil.poll(10):
                 client.flush()
@@ -254,6 +256,15 @@ def test_a_drafter_that_sends_garbage_is_left_alone(endpoint):
             evil.send_multipart([verifier, encode(good)])
             with pytest.raises(AssertionError):
                 until(client, lambda *_: client.ready, timeout_s=0.3)
+
+            def is_ready(*_):
+                while evil.poll(0):
+                    if decode_to_drafter(evil.recv_multipart()[1]) == HELLO:
+                        evil.send_multipart([verifier, encode(good)])
+                return client.ready == 1
+
+            passed[0] = 31.0
+            until(client, is_ready, what="it is taken back")
 
 
 @pytest.mark.parametrize(
