@@ -130,7 +130,7 @@ class EngineConfig(Section):
     kv_cache_mb: int = Field(1024, ge=8, description="memory of the paged KV cache of a worker")
     kv_precision: Literal["auto", "bf16", "int8", "fp32"] = Field(
         "auto",
-        description="format of the cache; int8 (native engine) halves it; auto: bf16 or fp32",
+        description="the workers' cache; int8 (native engine) halves it; auto: bf16 or fp32",
     )
     prefill_chunk: int = Field(
         256, ge=16, le=8192, description="most prompt tokens in one forward, all sequences together"

@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 
 from mirror_sd import model_store
-from mirror_sd.config import Config
+from mirror_sd.config import Config, PoolConfig
 from mirror_sd.config_drafters import DrafterConfig
 from mirror_sd.drafting.draft_engine import DraftEngine
 from mirror_sd.engine_backend import create_backend
@@ -39,17 +39,17 @@ def load(config: Config, device_class: str, threads: int | None) -> tuple[DraftE
 
 
 def _as_pool(config: Config, device_class: str, settings: DrafterConfig) -> Config:
-    """The configuration of a stack whose pool of that class has the drafter's model and engine."""
-    tree = config.model_dump()
-    tree["pools"] = {
-        device_class: {
-            "engine": settings.engine,
-            "device": settings.device,
-            "precision": settings.precision,
+    """The configuration of a stack whose pool of that class has the drafter's model and engine.
+    The cache has the engine's own format: the workers' may be one that only theirs has."""
+    pool = PoolConfig(engine=settings.engine, device=settings.device, precision=settings.precision)
+    model = {"path": settings.model or config.model.path}
+    return config.model_copy(
+        update={
+            "pools": {device_class: pool},
+            "model": config.model.model_copy(update=model),
+            "engine": config.engine.model_copy(update={"kv_precision": "auto"}),
         }
-    }
-    tree["model"]["path"] = settings.model or config.model.path
-    return Config.model_validate(tree)
+    )
 
 
 def tokenizer_digest(files: ModelFiles) -> str:

@@ -16,6 +16,7 @@ from mirror_sd.run_dir import RunDir
 from mirror_sd.supervisor import preflight
 from mirror_sd.supervisor.edge import Nginx
 from mirror_sd.supervisor.stack import Stack
+from tests.unit.backends.native.models import PLAIN, write_directory
 from workers import drafter
 from workers.pool import chosen_cores
 
@@ -128,6 +129,26 @@ def test_a_drafter_without_its_device_names_its_own_setting(
         loading.load(configuration.load(overrides=settings, environ={}), "gpu", threads=1)
     assert "pools." not in found.value.message
     assert "emulated" not in found.value.message
+
+
+@pytest.mark.parametrize(
+    ("engine", "workers_cache"), [("torch", "int8"), ("torch", "fp32"), ("native", "int8")]
+)
+def test_a_drafters_cache_has_a_format_of_its_engine_whatever_the_workers_have(
+    engine: str, workers_cache: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = write_directory(PLAIN, tmp_path / "tiny")
+    monkeypatch.setattr(loading, "tokenizer_digest", str)
+    settings = [
+        "pools.cpu.engine=native",
+        f"engine.kv_precision={workers_cache}",
+        "engine.kv_cache_mb=8",
+        f"drafters.tpu={{engine: {engine}, device: cpu, serves: [cpu], sessions: 1}}",
+        f"model.path={files.path}",
+        "model.max_context=64",
+    ]
+    made, _ = loading.load(configuration.load(overrides=settings, environ={}), "tpu", threads=1)
+    assert made.capabilities.name == engine
 
 
 def test_the_stack_starts_each_drafter_with_a_log_and_a_role_of_its_own() -> None:
