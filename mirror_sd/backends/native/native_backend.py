@@ -177,7 +177,7 @@ def _load_weights(
     if source is None:
         packed = packed_file.pack_in_memory(layouts, pack)
     else:
-        packed = packed_file.load_or_pack(packed_file.path_for(source, layouts), layouts, pack)
+        packed = packed_file.load_or_pack(source, layouts, pack)
     for layout, data, multiplier in zip(layouts, packed.data, packed.multipliers, strict=True):
         roles = [layout.role]
         if layout.role == "head" and program.spec.tied_embeddings:

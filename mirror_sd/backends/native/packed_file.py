@@ -1,8 +1,9 @@
 """Packed weights on disk, so that a later start maps them instead of packing again.
 
 A safetensors file: one U8 tensor for each matrix, in the order of execution, each at a multiple of
-64 bytes, `multipliers`, F32 in the same order, and `checksum`, the CRC-32 of all before it. A new
-file of a model and its number formats takes the place of the one before.
+64 bytes, `multipliers`, F32 in the same order, and `checksum`, the CRC-32 of all before it. Its
+metadata name the model that it was made of. A new file of a model and its number formats takes the
+place of the one before, and removes those whose models are no longer there.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import BinaryIO
 import numpy as np
 import psutil
 from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
 
 from mirror_sd.backends.native.lowering import MatrixLayout
 from mirror_sd.model_store import cache_dir
@@ -31,8 +33,9 @@ from mirror_sd.model_store import cache_dir
 Bytes = NDArray[np.uint8]
 log = logging.getLogger(__name__)
 
-# Part of a file's name: raised when the same weights are packed differently.
-LAYOUT_VERSION = 3
+# Part of a file's name: raised when the same weights are packed or described differently.
+LAYOUT_VERSION = 4
+_SOURCE = "source"
 _ALIGNMENT = 4096
 _COPY_IF_TIMES = 3
 _LOCK_TIMEOUT_S = 900.0
@@ -69,25 +72,27 @@ def _digest(parts: Sequence[str]) -> str:
 
 
 def load_or_pack(
-    path: Path, layouts: Sequence[MatrixLayout], pack: Callable[[MatrixLayout, Bytes], float]
+    source: Path, layouts: Sequence[MatrixLayout], pack: Callable[[MatrixLayout, Bytes], float]
 ) -> PackedWeights:
-    """The weights from `path`; if they are not there, packs them, in memory if the disk refuses.
+    """The weights of the model `source` from its file; if they are not there, packs them, in memory
+    if the disk refuses.
 
     Of several processes one packs and the others wait for it.
     """
-    weights = _read(path, layouts)
+    path = path_for(source, layouts)
+    weights = _read(path, source, layouts)
     if weights is not None:
         return weights
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with _locked(path.parent):
-            weights = _read(path, layouts)
+            weights = _read(path, source, layouts)
             if weights is None:
-                _write(path, layouts, pack)
+                _write(path, source, layouts, pack)
                 _remove_others(path)
     except OSError as error:
         log.warning("the packed weights are not cached: %s", error)
-    weights = weights or _read(path, layouts)
+    weights = weights or _read(path, source, layouts)
     return weights if weights is not None else pack_in_memory(layouts, pack)
 
 
@@ -111,17 +116,38 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _remove_others(path: Path) -> None:
-    """Under the lock: what `path` takes the place of, and what writers that were killed left."""
+    """Under the lock: what `path` takes the place of, what was made of models that are gone, and
+    what writers that were killed left."""
     what = path.name.partition("-")[0]
-    for other in (*path.parent.glob(f"{what}-*.safetensors"), *path.parent.glob(".new-*")):
-        if other != path:
+    for other in (*path.parent.glob("*.safetensors"), *path.parent.glob(".new-*")):
+        if other == path:
+            continue
+        is_old = not other.name.endswith(".safetensors") or other.name.startswith(f"{what}-")
+        if is_old or not _has_source(other):
             log.info("removing %s", other)
             other.unlink(missing_ok=True)
 
 
-def _header(layouts: Sequence[MatrixLayout]) -> tuple[bytes, list[int], int]:
+def _has_source(path: Path) -> bool:
+    """Whether the model that `path` was made of is there, as far as this process may see."""
+    try:
+        with safe_open(path, "np") as file:
+            source = (file.metadata() or {}).get(_SOURCE)
+        return source is not None and Path(source).exists()
+    except (FileNotFoundError, SafetensorError):
+        return False
+    except OSError:
+        return True
+
+
+def _header(
+    layouts: Sequence[MatrixLayout], source: Path | None = None
+) -> tuple[bytes, list[int], int]:
     """(length and header, offset of each matrix and of the multipliers, size of the file)."""
-    entries: dict[str, object] = {"__metadata__": {"format": "mirror-sd packed"}}
+    metadata = {"format": "mirror-sd packed"}
+    if source is not None:
+        metadata[_SOURCE] = str(source.absolute())
+    entries: dict[str, object] = {"__metadata__": metadata}
     offsets, at = [], 0
     for layout in layouts:
         end = at + layout.packed_bytes
@@ -140,9 +166,12 @@ def _header(layouts: Sequence[MatrixLayout]) -> tuple[bytes, list[int], int]:
 
 
 def _write(
-    path: Path, layouts: Sequence[MatrixLayout], pack: Callable[[MatrixLayout, Bytes], float]
+    path: Path,
+    source: Path,
+    layouts: Sequence[MatrixLayout],
+    pack: Callable[[MatrixLayout, Bytes], float],
 ) -> None:
-    header, offsets, size = _header(layouts)
+    header, offsets, size = _header(layouts, source)
     descriptor, name = tempfile.mkstemp(prefix=".new-", dir=path.parent)
     scratch = Path(name)
     try:
@@ -178,8 +207,8 @@ def _pack_all(
     ]
 
 
-def _read(path: Path, layouts: Sequence[MatrixLayout]) -> PackedWeights | None:
-    header, offsets, size = _header(layouts)
+def _read(path: Path, source: Path, layouts: Sequence[MatrixLayout]) -> PackedWeights | None:
+    header, offsets, size = _header(layouts, source)
     try:
         with path.open("rb") as file:
             is_sound = os.fstat(file.fileno()).st_size == size and file.read(len(header)) == header

@@ -36,6 +36,12 @@ SPEC = ModelSpec(
 PROMPTS = [[5, 9, 33, 7], [1, 2, 3], [40, 41, 42, 43, 44, 45, 46, 40, 41, 42]]
 
 
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is packed here does not go to the user's own cache."""
+    monkeypatch.setenv("MIRROR_SD_CACHE", str(tmp_path / "cache"))
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("tiny")

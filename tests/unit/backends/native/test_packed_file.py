@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -328,39 +327,6 @@ def test_a_writer_that_takes_too_long_is_not_waited_for(
         assert np.array_equal(logits(model), expected)
     assert any("not cached: another process writes into" in line for line in warnings_of(told))
     assert packed_files(cache) == []
-
-
-def test_another_model_file_takes_the_place_of_the_old_one(
-    model: ModelFiles, cache: Path, told: pytest.LogCaptureFixture
-) -> None:
-    first = logits(model)
-    [old] = packed_files(cache)
-    time.sleep(0.01)
-    write_directory(PLAIN, model.path, seed=8)
-    second = logits(model)
-    assert not np.array_equal(second, first)
-    assert np.array_equal(second, unpacked(model))
-    [new] = packed_files(cache)
-    assert new != old
-    assert f"removing {old}" in told.messages
-
-
-def test_precisions_models_and_layouts_lie_side_by_side(
-    model: ModelFiles, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    other = write_directory(PLAIN, tmp_path / "other", seed=8)
-    for files in (model, other):
-        for precision in ("int8", "bf16", "fp32"):
-            created(files, precision)
-    paths = packed_files(cache)
-    assert len(paths) == 6
-    expected = logits(model)
-    assert packed_files(cache) == paths
-    # The same weights packed by a later version replace the earlier ones.
-    monkeypatch.setattr(packed_file, "LAYOUT_VERSION", packed_file.LAYOUT_VERSION + 1)
-    assert np.array_equal(logits(model), expected)
-    assert len(packed_files(cache)) == 6
-    assert len(set(paths) & set(packed_files(cache))) == 5
 
 
 def test_the_name_follows_the_plan_of_each_matrix(model: ModelFiles) -> None:
