@@ -27,6 +27,7 @@ from mirror_sd.drafting.frames import (
     Update,
     decode_from_drafter,
     encode,
+    encode_update,
 )
 from mirror_sd.errors import ProtocolError
 
@@ -41,6 +42,8 @@ _SILENT_S = 1.0
 # Waits in vain, with no frame between, after which it is not waited for.
 _LATE = 2
 _BAD_FRAMES, _BANNED_S = 3, 30.0
+# At five bytes each they leave half a frame for the rest of an `Open`.
+_MOST_TOKENS = MAX_FRAME_BYTES // 10
 
 
 @dataclass(slots=True)
@@ -104,7 +107,7 @@ class DraftClient:
 
     def open(self, request: Open) -> bool:
         ready = [peer for peer in self._peers if peer.instance is not None]
-        if not ready:
+        if not ready or len(request.tokens) > _MOST_TOKENS:
             return False
         peer = min(ready, key=lambda peer: len(peer.sessions))
         peer.sessions.add(request.session)
@@ -135,7 +138,7 @@ class DraftClient:
                     commits=tuple(peer.commits),
                 )
                 peer.closed, peer.opened, peer.commits = [], [], []
-                if not self._send(peer, encode(update)):
+                if not all(self._send(peer, data) for data in encode_update(update)):
                     self._lose(peer, "it takes no frames")
             self._look_after(peer, now)
 
@@ -239,7 +242,8 @@ class DraftClient:
         peer.opened, peer.commits = [], []
         peer.closed = sorted(peer.sessions)
         # Should it come back, it is not to draft for what nobody waits for.
-        if peer.closed and self._send(peer, encode(Update(closed=tuple(peer.closed)))):
+        update = Update(closed=tuple(peer.closed))
+        if peer.closed and all(self._send(peer, data) for data in encode_update(update)):
             peer.closed = []
         for session in list(peer.sessions):
             self._forget(peer, session)

@@ -13,7 +13,8 @@ A frame is one byte of protocol version followed by a msgpack map whose `t` name
 
 from __future__ import annotations
 
-from typing import TypeAlias, TypeVar
+from collections.abc import Iterator
+from typing import Annotated, TypeAlias, TypeVar
 
 import msgspec
 
@@ -23,6 +24,13 @@ PROTOCOL_VERSION = 1
 MAX_FRAME_BYTES = 8 * 1024 * 1024
 # Tokens beyond what is committed that are drafted at most.
 LONGEST = 32
+# More sessions in a frame than a drafter can have, or more lines than one would send, are nonsense
+# that is not worth the reading.
+MOST_ITEMS, MOST_LINES = 4_096, 8
+
+T = TypeVar("T")
+_Items: TypeAlias = Annotated[tuple[T, ...], msgspec.Meta(max_length=MOST_ITEMS)]
+_Lines: TypeAlias = Annotated[tuple[T, ...], msgspec.Meta(max_length=MOST_LINES)]
 
 
 class _Frame(
@@ -55,7 +63,7 @@ class Refused(_Frame, frozen=True, kw_only=True, tag="refused"):
     """The drafter does not draft for these sessions, which it does not know, cannot hold, or found
     wrong. None: for none of this verifier, which it does not know, or, `for_good`, cannot serve."""
 
-    sessions: tuple[int, ...] | None
+    sessions: _Items[int] | None
     reason: str
     for_good: bool = False
 
@@ -97,9 +105,9 @@ class Commit(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class Update(_Frame, frozen=True, kw_only=True, tag="update"):
     """What one step of a verifier brought, in this order: ends, new sequences, new tokens."""
 
-    closed: tuple[int, ...] = ()
-    opened: tuple[Open, ...] = ()
-    commits: tuple[Commit, ...] = ()
+    closed: _Items[int] = ()
+    opened: _Items[Open] = ()
+    commits: _Items[Commit] = ()
 
 
 class Line(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -120,18 +128,17 @@ class Proposal(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     session: int
     base: int
-    lines: tuple[Line, ...]
+    lines: _Lines[Line]
     latency_s: float
     pace_s: float
 
 
 class Proposals(_Frame, frozen=True, kw_only=True, tag="proposals"):
-    items: tuple[Proposal, ...]
+    items: _Items[Proposal]
 
 
 ToDrafter: TypeAlias = Hello | Update
 FromDrafter: TypeAlias = Ready | Refused | Proposals
-T = TypeVar("T")
 
 _VERSION_BYTE = bytes([PROTOCOL_VERSION])
 _encoder = msgspec.msgpack.Encoder()
@@ -141,6 +148,22 @@ _from_drafter: msgspec.msgpack.Decoder[FromDrafter] = msgspec.msgpack.Decoder(Fr
 
 def encode(frame: ToDrafter | FromDrafter) -> bytes:
     return _VERSION_BYTE + _encoder.encode(frame)
+
+
+def encode_update(update: Update) -> Iterator[bytes]:
+    """Frames of which each may be sent, one where that will do. What is of one sequence is not
+    divided."""
+    data = encode(update)
+    sizes = [len(update.closed), len(update.opened), len(update.commits)]
+    if (len(data) <= MAX_FRAME_BYTES and max(sizes) <= MOST_ITEMS) or sum(sizes) == 1:
+        yield data
+        return
+    for field, size in zip(("closed", "opened", "commits"), sizes, strict=True):
+        items = getattr(update, field)
+        half = size // 2 if size == sum(sizes) else size
+        for part in (items[:half], items[half:]):
+            if part:
+                yield from encode_update(Update(**{field: part}))
 
 
 def decode_to_drafter(data: bytes) -> ToDrafter:

@@ -11,9 +11,14 @@ import zmq
 
 from mirror_sd.drafting.client import DraftClient
 from mirror_sd.drafting.frames import (
+    MAX_FRAME_BYTES,
+    MOST_ITEMS,
+    MOST_LINES,
     Commit,
     Hello,
+    Line,
     Open,
+    Proposal,
     Proposals,
     Ready,
     Refused,
@@ -21,6 +26,7 @@ from mirror_sd.drafting.frames import (
     decode_from_drafter,
     decode_to_drafter,
     encode,
+    encode_update,
 )
 from mirror_sd.drafting.server import DraftServer
 from mirror_sd.errors import ConfigError, ProtocolError
@@ -283,6 +289,45 @@ def test_frames_are_what_they_were(endpoint):
     ):
         assert decode_to_drafter(encode(frame)) == frame
     assert isinstance(decode_to_drafter(encode(Update(opened=(request(),)))).opened[0], Open)
+
+
+def test_an_update_too_large_for_a_frame_goes_in_several_that_say_the_same():
+    opened = tuple(request([2**31] * 120_000, session=n) for n in range(16))
+    commits = tuple(Commit(n, 120_000, (7,), 4) for n in range(16))
+    frames = list(encode_update(Update(closed=(1, 2), opened=opened, commits=commits)))
+    assert len(frames) > 1 and max(map(len, frames)) <= MAX_FRAME_BYTES
+    read = [decode_to_drafter(data) for data in frames]
+    assert sum((update.closed for update in read), ()) == (1, 2)
+    assert sum((update.opened for update in read), ()) == opened
+    assert sum((update.commits for update in read), ()) == commits
+    kinds = [[bool(u.closed), bool(u.opened), bool(u.commits)].index(True) for u in read]
+    assert kinds == sorted(kinds), "ends, then new sequences, then new tokens"
+    many = list(encode_update(Update(closed=tuple(range(5_000)))))
+    assert sum((decode_to_drafter(data).closed for data in many), ()) == tuple(range(5_000))
+    assert len(list(encode_update(Update(closed=(1,), commits=commits)))) == 1
+
+
+def test_prompts_too_large_for_one_frame_cost_no_session(endpoint):
+    with serving(endpoint) as server, connected(endpoint) as client:
+        opened = []
+        server._engine.open = lambda key, request: opened.append(request.session)
+        ready(client)
+        for session in range(16):
+            assert client.open(request([2**31] * 120_000, session=session))
+        assert not client.open(request([2**31] * 1_000_000, session=16))
+        _, gone = until(client, lambda *_: len(opened) == 16)
+        assert gone == [] and client.ready == 1 and opened == list(range(16))
+
+
+@pytest.mark.parametrize("junk", ["lines", "proposals"])
+def test_a_frame_of_more_than_a_drafter_could_mean_is_not_read(junk):
+    empty = Line(0, (), b"")
+    many = (empty,) * (MOST_LINES + 1 if junk == "lines" else 1)
+    items = (Proposal(1, 3, many, 0.0, 0.0),) * (1 if junk == "lines" else MOST_ITEMS + 1)
+    with pytest.raises(ProtocolError, match="length <="):
+        decode_from_drafter(encode(Proposals(items=items)))
+    fewer = (Proposal(1, 3, many[:MOST_LINES], 0.0, 0.0),) * min(len(items), MOST_ITEMS)
+    assert decode_from_drafter(encode(Proposals(items=fewer))).items == fewer
 
 
 def test_an_endpoint_that_is_taken_is_an_error_that_names_it():
