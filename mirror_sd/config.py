@@ -109,7 +109,8 @@ class PoolConfig(Section):
     )
     precision: Precision = Field(
         "auto",
-        description="auto: int8 on the native engine; else bf16 where it is fast, or fp32",
+        description="auto: int8 on native and onnxruntime, bf16 on xla; on torch and transformers"
+        " bf16, but fp16 on GPUs before Ampere and fp32 on CPUs that do not multiply bf16",
     )
     workers: int = Field(1, ge=1, le=256, description="worker processes")
     threads: int | None = Field(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 
 from mirror_sd.backends import cpu_features, registry
 from mirror_sd.backends.protocol import RaggedBatch
+from mirror_sd.config import PoolConfig
 from mirror_sd.errors import ConfigError, ModelError
 from mirror_sd.model_store import ModelFiles
 
@@ -50,6 +52,22 @@ def test_a_missing_model_is_a_model_error() -> None:
 def test_auto_precision_follows_the_cpu(tiny_model: Callable[..., Any]) -> None:
     backend = create("torch", tiny_model("LlamaConfig").files, precision="auto")
     expected = "bf16" if cpu_features.has_bf16_products() else "fp32"
+    assert backend.capabilities.precision == expected
+
+
+@pytest.mark.parametrize(("engine", "expected"), [("onnxruntime", "int8"), ("xla", "bf16")])
+def test_auto_precision_is_the_one_that_the_setting_tells_of(
+    tiny_model: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    engine: str,
+    expected: str,
+) -> None:
+    monkeypatch.setenv("MIRROR_SD_CACHE", str(tmp_path))
+    described = PoolConfig.model_fields["precision"].description or ""
+    [told] = [part for part in re.split("[,;:] ", described) if re.search(rf"\b{engine}\b", part)]
+    assert told.startswith(f"{expected} on ")
+    backend = create(engine, tiny_model("LlamaConfig").files, precision="auto")
     assert backend.capabilities.precision == expected
 
 
