@@ -3,11 +3,16 @@
 The time of a forward is a line through knots. Each step moves the knots beside its number of rows
 towards what it took, and all others a little in proportion: a device that has become slower has
 become so for every number of rows.
+
+What looks dear is not chosen, and so is not read again. A single slow reading must therefore not
+decide: a knot counts from its second reading on, and one that was read a few times only is given up
+when it has not been read for long.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -24,49 +29,99 @@ _SLOWEST_GAIN, _DRIFT = 0.06, 0.03
 # A step that took longer than this many times what was expected met something else.
 _OUTLIER = 2.0
 _REFRESH_EVERY = 8
+# A knot with fewer readings is given up after so many steps without one.
+_SURE_AFTER, _GIVEN_UP_AFTER = 8, 1000
 # Of these the worker tells its stack.
 _TOLD = (1, 2, 4, 8, 16, 32, 64)
+
+
+@dataclass(slots=True)
+class _Knot:
+    """`seconds` of so many rows, or sequences; 0 readings: not known. `measured`: before the first
+    request, 0 where it was not."""
+
+    seconds: float = 0.0
+    readings: int = 0
+    measured: float = 0.0
+    first: float | None = None
+    read_at: int = 0
+
+    def measure(self, seconds: float) -> None:
+        self.seconds, self.readings, self.measured = seconds, 1, seconds
+
+    def read(self, seconds: float) -> None:
+        if self.readings:
+            self.readings += 1
+            seconds = min(seconds, self.seconds * _OUTLIER)
+            gain = max(_SLOWEST_GAIN, 1.0 / self.readings)
+            self.seconds += gain * (seconds - self.seconds)
+        elif self.first is None:
+            self.first = seconds
+        else:
+            self.seconds, self.readings = min(self.first, seconds), 1
+
+    def scale(self, factor: float) -> None:
+        self.seconds *= factor
+        self.measured *= factor
+
+    def give_up(self) -> None:
+        """Go back to what was measured, or to the next reading."""
+        self.first = self.seconds
+        self.seconds, self.readings = self.measured, int(self.measured > 0)
 
 
 class VerifyCost:
     """Seconds of a step by the rows of its forward."""
 
     def __init__(self) -> None:
-        self._seconds = [0.0] * len(_KNOTS)
-        self._seen = [0] * len(_KNOTS)
+        self._knots = [_Knot() for _ in _KNOTS]
         self._table: list[float] = []
         self._observed = 0
 
     @property
     def is_known(self) -> bool:
-        return self._observed > 0
+        return any(knot.readings for knot in self._knots)
+
+    def measure(self, rows: int, seconds: float) -> None:
+        """The quickest of several forwards, before the first request."""
+        if seconds > 0:
+            self._near(rows).measure(seconds)
+            self._table = []
 
     def observe(self, rows: int, seconds: float) -> None:
+        """A step that served. A clock too coarse for it tells nothing."""
+        if seconds <= 0:
+            return
+        near = self._near(rows)
+        was_known = near.readings > 0
+        if was_known:
+            self._drift(near, 1.0 + _DRIFT * (min(seconds / near.seconds, _OUTLIER) - 1.0))
+        near.read(seconds)
+        self._observed += 1
+        near.read_at = self._observed
+        if was_known != (near.readings > 0) or self._observed % _REFRESH_EVERY == 0:
+            self._give_up_stale()
+            self._table = []
+
+    def _near(self, rows: int) -> _Knot:
         rows = min(max(rows, 1), _KNOTS[-1])
         above = min(bisect_right(_KNOTS, rows), len(_KNOTS) - 1)
         below = above - 1
         share = (rows - _KNOTS[below]) / (_KNOTS[above] - _KNOTS[below])
-        near = below if share < 0.5 else above
-        if self._seen[near] == 0:
-            self._seconds[near] = seconds
-        else:
-            expected = self._seconds[near]
-            seconds = min(seconds, expected * _OUTLIER)
-            gain = max(_SLOWEST_GAIN, 1.0 / (self._seen[near] + 1))
-            self._drift(near, 1.0 + _DRIFT * (seconds / expected - 1.0) if expected > 0 else 1.0)
-            self._seconds[near] += gain * (seconds - expected)
-        is_new = self._seen[near] == 0
-        self._seen[near] += 1
-        self._observed += 1
-        if is_new or self._observed % _REFRESH_EVERY == 0:
-            self._table = []
+        return self._knots[below if share < 0.5 else above]
 
-    def _drift(self, near: int, factor: float) -> None:
+    def _drift(self, near: _Knot, factor: float) -> None:
         if abs(factor - 1.0) < 1e-4:
             return
-        for knot, seen in enumerate(self._seen):
-            if seen and knot != near:
-                self._seconds[knot] *= factor
+        for knot in self._knots:
+            if knot is not near:
+                knot.scale(factor)
+
+    def _give_up_stale(self) -> None:
+        for knot in self._knots:
+            is_stale = self._observed - knot.read_at > _GIVEN_UP_AFTER
+            if is_stale and 0 < knot.readings < _SURE_AFTER:
+                knot.give_up()
 
     def seconds(self, rows: int) -> float:
         """Of a forward of `rows`; 0 before anything was measured."""
@@ -89,8 +144,8 @@ class VerifyCost:
         return self._table
 
     def _interpolated(self) -> list[float]:
-        knots = [knot for knot, seen in zip(_KNOTS, self._seen, strict=True) if seen]
-        times = [t for t, seen in zip(self._seconds, self._seen, strict=True) if seen]
+        known = [(at, k.seconds) for at, k in zip(_KNOTS, self._knots, strict=True) if k.readings]
+        knots, times = [at for at, _ in known], [seconds for _, seconds in known]
         if not knots:
             return [0.0] * (_KNOTS[-1] + 1)
         first, last = knots[0], knots[-1]
@@ -113,24 +168,32 @@ class PassCost:
 
     def __init__(self, guess_s: float) -> None:
         self._guess = guess_s
-        self._seconds: dict[int, tuple[float, int]] = {}
+        # By the bits of the number of sequences.
+        self._knots: dict[int, _Knot] = {}
+
+    def measure(self, sequences: int, seconds: float) -> None:
+        """The quickest of several passes, before the first request."""
+        if seconds > 0:
+            self._knot(sequences).measure(seconds)
 
     def observe(self, sequences: int, passes: int, seconds: float) -> None:
-        bucket = sequences.bit_length()
-        mean, count = self._seconds.get(bucket, (0.0, 0))
-        value = seconds / passes
-        if count:
-            value = min(value, mean * _OUTLIER)
-        count += 1
-        self._seconds[bucket] = (mean + max(0.06, 1.0 / count) * (value - mean), count)
+        """A call that served. A clock too coarse for it tells nothing."""
+        if seconds > 0:
+            self._knot(sequences).read(seconds / passes)
+
+    def _knot(self, sequences: int) -> _Knot:
+        return self._knots.setdefault(sequences.bit_length(), _Knot())
 
     def seconds(self, sequences: int) -> float:
         bucket = sequences.bit_length()
-        if bucket in self._seconds:
-            return self._seconds[bucket][0]
-        below = [known for known in self._seconds if known < bucket]
-        if below:
-            return self._seconds[max(below)][0] * 1.3 ** (bucket - max(below))
-        if self._seconds:
-            return min(mean for mean, _ in self._seconds.values())
-        return self._guess
+        known = sorted((at, k.seconds) for at, k in self._knots.items() if k.readings)
+        if not known:
+            return self._guess
+        below = [(at, seconds) for at, seconds in known if at <= bucket]
+        if not below:
+            return min(seconds for _, seconds in known)
+        before, at_most = below[0][0], below[0][1]
+        for at, seconds in below:
+            # Twice the sequences never take more than two passes: what says so was disturbed.
+            at_most, before = min(seconds, at_most * 2.0 ** (at - before)), at
+        return at_most * 1.3 ** (bucket - before)

@@ -71,7 +71,7 @@ class DraftPlanner:
         """Before the first request."""
         seconds = self.head.pass_seconds(self._clock) if self.head is not None else None
         if seconds is not None:
-            self._heads.observe_call(1, 1, seconds)
+            self._heads.measure_pass(seconds)
 
     def wants_head(self, sequences: int) -> bool:
         """Whether a sequence that starts beside others, `sequences` with it, shall have a head."""
@@ -118,8 +118,9 @@ class DraftPlanner:
             return Market(0, base, 0.0, 0.0)
         rate = self._rates.rate(sequences, self.cost.seconds(sequences))
         table = self.cost.table()
-        low = min(base, MOST_ROWS - sequences)
-        price = rate * (table[low + sequences] - table[low]) / sequences
+        high = min(base + sequences, MOST_ROWS)
+        low = max(high - sequences, 0)
+        price = rate * (table[high] - table[low]) / (high - low)
         return Market(sequences, base, rate, self._prices.price(sequences, price))
 
     def _ask(self, able: Ordered[Slice]) -> list[tuple[Slice, Offer]]:

@@ -25,6 +25,10 @@ class HeadPlan:
         self._rates = (0.0, 0.0)
         self._known: dict[tuple[int, int, int], tuple[float, int]] = {}
 
+    def measure_pass(self, seconds: float) -> None:
+        """Of one sequence, before the first request."""
+        self._passes.measure(1, seconds)
+
     def observe_call(self, sequences: int, passes: int, seconds: float) -> None:
         """What a call took; it drafted for `sequences`."""
         self._passes.observe(sequences, passes, seconds)

@@ -220,7 +220,7 @@ class Scene:
                 max_tokens=90_000, seed=i, temperature=0.0, speculation=speculation
             )
             self.engine.add(
-                Submit(request_id=f"r{i}", model="m", prompt=(i,) * PROMPT, params=params)
+                Submit(request_id=f"r{i}", model="m", prompt=(i % VOCAB,) * PROMPT, params=params)
             )
 
     def run(self, seconds: float) -> float:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from mirror_sd.speculative.calibration import calibrate
 from mirror_sd.speculative.chooser import Purse, Rates, allot
-from mirror_sd.speculative.cost_model import VerifyCost
+from mirror_sd.speculative.cost_model import PassCost, VerifyCost
 from mirror_sd.speculative.length_bandit import LengthBandit
 from mirror_sd.speculative.repetition import RepetitionWatch
-from tests.unit.speculative.simulation import Curve, Scene
+from tests.unit.speculative.simulation import Clock, Curve, Scene, SimTarget
 
 
 def cpu(rows: int) -> float:
@@ -153,6 +154,92 @@ def test_a_forward_costs_what_was_measured_and_follows_the_device():
     assert cost.seconds(1) > 1.3 * cpu(1)
     cost.observe(8, 10.0)
     assert cost.seconds(8) < 2.3 * cpu(8), "an outlier is no trend"
+
+
+class Disturbed:
+    """A cost that is `seconds` the first time that it is asked for `at`, once it is armed."""
+
+    def __init__(self, cost, at, seconds):
+        self._cost, self._at, self._seconds = cost, at, seconds
+        self.is_armed = self.has_struck = False
+
+    def __call__(self, size):
+        if self.is_armed and not self.has_struck and size == self._at:
+            self.has_struck = True
+            return self._seconds
+        return self._cost(size)
+
+
+@pytest.mark.parametrize("rows", [5, 9])
+def test_one_slow_step_does_not_make_drafts_shorter_for_good(monkeypatch, rows):
+    def speed(seconds):
+        cost = Disturbed(cpu, rows, seconds)
+        curves = {name: curve() for name, curve in WORKLOADS["duplicates"].items()}
+        scene = Scene(monkeypatch, 1, cost, curves)
+        cost.is_armed = True
+        scene.run(2.0)
+        assert cost.has_struck
+        return scene.run(5.0)
+
+    assert speed(0.1) >= 0.95 * speed(cpu(rows))
+
+
+def test_one_slow_call_of_the_head_does_not_switch_it_off_for_good(monkeypatch):
+    def speed(seconds):
+        chance, cost = HEAD
+        cost = Disturbed(cost, 2, seconds)
+        scene = Scene(monkeypatch, 2, cpu, {}, (chance, cost))
+        cost.is_armed = True
+        scene.run(2.0)
+        assert cost.has_struck
+        return scene.run(5.0)
+
+    assert speed(0.02) >= 0.95 * speed(HEAD[1](2))
+
+
+def test_what_a_slow_spell_made_look_dear_is_tried_again_later():
+    cost = VerifyCost()
+    cost.measure(1, 0.006)
+    cost.measure(6, 0.0061)
+    for _ in range(2):
+        cost.observe(5, 0.018)
+        cost.observe(6, 0.018)
+    assert cost.seconds(6) > 0.01
+    for _ in range(1200):
+        cost.observe(1, 0.006)
+    assert cost.seconds(6) < 0.007
+
+
+def test_a_clock_too_coarse_for_a_forward_teaches_nothing():
+    cost, passes = VerifyCost(), PassCost(3e-4)
+    cost.measure(1, 0.0)
+    for _ in range(3):
+        cost.observe(1, 0.0)
+        passes.observe(1, 1, 0.0)
+    assert not cost.is_known
+    for _ in range(3):
+        cost.observe(1, 0.006)
+        passes.observe(1, 1, 2e-4)
+    assert cost.seconds(1) == pytest.approx(0.006)
+    assert passes.seconds(1) == pytest.approx(2e-4)
+
+
+def test_a_forward_measured_only_once_does_not_count():
+    clock, cost = Clock(), VerifyCost()
+    target = SimTarget(clock, Disturbed(cpu, 2, 0.4))
+    target.cost.is_armed = True
+    calibrate(target, cost, num_blocks=64, block_size=16, clock=clock, budget_s=0.3)
+    assert target.cost.has_struck
+    assert cost.seconds(1) == pytest.approx(cpu(1))
+    assert cost.seconds(2) < 1.1 * cpu(2)
+
+
+def test_thousands_of_sequences_at_once_decode(monkeypatch):
+    scene = Scene(monkeypatch, 2100, wide, {"lookup": Curve(0.5, lambda s, j: 0.5)})
+    for _ in range(8):
+        scene.engine.step()
+    assert all(len(s.tokens) > 18 for s in scene.engine._loop.running)
+    assert len(scene.engine._loop.running) == 2100
 
 
 def test_the_pace_that_a_worker_tells_is_what_it_measured():
