@@ -7,6 +7,7 @@ prompt at a time. The drafter is the process that a stack starts; the target run
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import statistics
 import subprocess
@@ -108,7 +109,9 @@ class Target:
         self._number += 1
         remote = self.engine.remote
         assert remote is not None
-        remote.overlaps, remote.length = way.name == OVERLAPPED, way.length
+        remote.revise = lambda terms: dataclasses.replace(
+            terms, overlaps=way.name == OVERLAPPED, length=way.length
+        )
         params = SamplingParams(
             max_tokens=limit,
             seed=0,

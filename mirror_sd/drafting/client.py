@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import zmq
 
@@ -30,6 +30,7 @@ from mirror_sd.drafting.frames import (
     encode_update,
 )
 from mirror_sd.errors import ProtocolError
+from mirror_sd.speculative.drafters.remote import Offer, Terms
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +53,7 @@ class _Peer:
 
     name: str
     socket: zmq.Socket[bytes]
+    offer: Offer
     instance: str | None = None
     sessions: set[int] = field(default_factory=set)
     closed: list[int] = field(default_factory=list)
@@ -72,22 +74,22 @@ class DraftClient:
 
     def __init__(
         self,
-        endpoints: Sequence[tuple[str, str]],
+        endpoints: Sequence[tuple[str, str, Terms]],
         hello: Hello,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`endpoints`: (name for the log, address) of each drafter."""
+        """`endpoints`: (name for the log, address, terms) of each drafter."""
         self._hello = encode(hello)
         self._clock = clock
         self._context = zmq.Context()
         self._poller = zmq.Poller()
-        self._peers = [self._connect(name, endpoint) for name, endpoint in endpoints]
+        self._peers = [self._connect(*endpoint) for endpoint in endpoints]
         self._of_session: dict[int, _Peer] = {}
         self._gone: list[int] = []
         self.bad_frames = 0
         self.flush()
 
-    def _connect(self, name: str, endpoint: str) -> _Peer:
+    def _connect(self, name: str, endpoint: str, terms: Terms) -> _Peer:
         socket = self._context.socket(zmq.DEALER)
         socket.linger = 0
         socket.set_hwm(_HIGH_WATER)
@@ -98,22 +100,30 @@ class DraftClient:
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         socket.connect(endpoint)
         self._poller.register(socket, zmq.POLLIN)
-        return _Peer(name, socket)
+        return _Peer(name, socket, Offer(terms, max_context=0))
 
     @property
     def ready(self) -> int:
         """Drafters that can be had now."""
         return sum(peer.instance is not None for peer in self._peers)
 
-    def open(self, request: Open) -> bool:
-        ready = [peer for peer in self._peers if peer.instance is not None]
-        if not ready or len(request.tokens) > _MOST_TOKENS:
-            return False
-        peer = min(ready, key=lambda peer: len(peer.sessions))
-        peer.sessions.add(request.session)
-        peer.opened.append(request)
-        self._of_session[request.session] = peer
-        return True
+    def assign(self, session: int, length: int) -> Offer | None:
+        able = [
+            peer
+            for peer in self._peers
+            if peer.instance is not None and length < min(peer.offer.max_context, _MOST_TOKENS)
+        ]
+        if not able:
+            return None
+        peer = min(able, key=lambda peer: len(peer.sessions))
+        peer.sessions.add(session)
+        self._of_session[session] = peer
+        return peer.offer
+
+    def open(self, request: Open) -> None:
+        peer = self._of_session.get(request.session)
+        if peer is not None:
+            peer.opened.append(request)
 
     def commit(self, commit: Commit) -> None:
         peer = self._of_session.get(commit.session)
@@ -206,6 +216,7 @@ class DraftClient:
                         frame.device,
                     )
                 peer.instance, peer.bad_frames = instance, 0
+                peer.offer = replace(peer.offer, max_context=frame.max_context)
             case Refused(sessions=None, reason=reason):
                 if peer.instance is not None:
                     self._lose(peer, reason)

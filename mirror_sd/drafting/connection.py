@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from mirror_sd import model_store
 from mirror_sd.backends.protocol import Capabilities
 from mirror_sd.config import Config
+from mirror_sd.config_drafters import DrafterConfig
 from mirror_sd.drafting import addresses
 from mirror_sd.drafting.client import DraftClient
 from mirror_sd.drafting.frames import Hello, Proposal
 from mirror_sd.drafting.loading import tokenizer_digest
 from mirror_sd.run_dir import RunDir
+from mirror_sd.speculative.drafters.remote import Terms
 from mirror_sd.speculative.remote_drafting import RemoteDrafting
 
 
@@ -29,11 +32,13 @@ def connector(
     from mirror_sd import planning
 
     plan = planning.splitter(config).plan()
-    endpoints = addresses.endpoints_for(config, run, device_class, plan)
+    planned = {pair.drafter: pair.length for pair in plan.drafters_of(device_class)}
+    endpoints = [
+        (name, address, _terms(config.drafter(name), planned.get(name)))
+        for name, address in addresses.endpoints_for(config, run, device_class, plan)
+    ]
     if not endpoints:
         return None
-    serving = {name for name, _ in endpoints}
-    settings = [drafter for name, drafter in config.drafters.items() if str(name) in serving]
 
     def connect(abilities: Capabilities) -> RemoteDrafting:
         hello = Hello(
@@ -41,16 +46,17 @@ def connector(
             vocab_size=abilities.vocab_size,
             tokenizer=tokenizer_digest(model_store.resolve(config.model.path)),
         )
-        lengths = [drafter.length for drafter in settings]
         return RemoteDrafting(
             DraftClient(endpoints, hello),
             vocab_size=abilities.vocab_size,
             most_tokens=config.speculation.max_tokens,
-            length=max((length for length in lengths if length is not None), default=None),
-            first_length=max((pair.length for pair in plan.drafters_of(device_class)), default=8),
-            overlaps=all(drafter.overlap for drafter in settings),
             clock=time.monotonic,
             on_proposal=on_proposal,
         )
 
     return connect
+
+
+def _terms(settings: DrafterConfig, planned: int | None) -> Terms:
+    terms = Terms(length=settings.length, overlaps=settings.overlap)
+    return terms if planned is None else replace(terms, first_length=planned)

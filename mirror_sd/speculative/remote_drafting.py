@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Ordered
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mirror_sd.drafting.frames import LONGEST, Commit, DraftParams, Open, Proposal
 from mirror_sd.messages import SamplingParams
-from mirror_sd.speculative.drafters.remote import DraftLink, RemoteSource
+from mirror_sd.speculative.drafters.remote import DraftLink, RemoteSource, Terms
 
 # A token that takes so many times as long as usual is not waited for.
 _PATIENCE = 3.0
@@ -61,9 +61,8 @@ class RemoteCounts:
 
 
 class RemoteDrafting:
-    """One per engine. `length`: tokens of a proposal; None learns it, from `first_length` on.
-    `overlaps`: drafters go on while their proposals are verified; where they do not, each proposal
-    is waited for. `on_proposal` sees each one that is taken."""
+    """One per engine. `on_proposal` sees each proposal that is taken. `revise`: what to make of the
+    terms of the drafters for sequences that are opened from now on."""
 
     def __init__(
         self,
@@ -71,19 +70,13 @@ class RemoteDrafting:
         *,
         vocab_size: int,
         most_tokens: int,
-        length: int | None,
-        first_length: int = 8,
-        overlaps: bool,
         clock: Callable[[], float],
         on_proposal: Callable[[Proposal], None] | None = None,
     ) -> None:
         self._link = link
         self._vocab = vocab_size
         self._most = most_tokens
-        # Of sequences that are opened from now on.
-        self.length = length
-        self._first_length = first_length
-        self.overlaps = overlaps
+        self.revise: Callable[[Terms], Terms] = lambda terms: terms
         self._clock = clock
         self._on_proposal = on_proposal
         self._sources: dict[int, RemoteSource] = {}
@@ -112,8 +105,6 @@ class RemoteDrafting:
             tenant,
             vocab_size=self._vocab,
             most_tokens=min(self._most, most_tokens),
-            length=self.length,
-            first_length=self._first_length,
         )
         self._begin(source)
         return source
@@ -122,9 +113,15 @@ class RemoteDrafting:
         params = source.params
         session, self._next = self._next, self._next + 1
         source.retry_at = self._clock() + _RETRY_S
+        tokens = (*source.tokens, *fresh)
+        offer = self._link.assign(session, len(tokens))
+        if offer is None:
+            return
+        source.begin(session, replace(offer, terms=self.revise(offer.terms)))
+        self._sources[session] = source
         request = Open(
             session=session,
-            tokens=(*source.tokens, *fresh),
+            tokens=tokens,
             params=DraftParams(
                 seed=params.seed % 2**64,
                 temperature=params.temperature,
@@ -134,13 +131,11 @@ class RemoteDrafting:
                 stop_token_ids=params.stop_token_ids,
             ),
             length=source.length,
-            runs_ahead=self.overlaps,
+            runs_ahead=source.overlaps,
             tenant=source.tenant,
             traces=self._on_proposal is not None,
         )
-        if self._link.open(request):
-            source.begin(session)
-            self._sources[session] = source
+        self._link.open(request)
 
     def commit(self, source: RemoteSource, tokens: Ordered[int]) -> None:
         """The target's next tokens, which are not in the sequence's list yet."""
@@ -208,7 +203,7 @@ class RemoteDrafting:
 
     def _limit_s(self, short: Ordered[Await], rate: float, step_s: float) -> float:
         """How long to wait in all, 0 where it is not worth it."""
-        if not self.overlaps:
+        if not all(item.source.overlaps for item in short):
             return _SERIAL_STEPS * step_s
         expected = max(item.expected_s for item in short)
         gain = sum(item.chance for item in short)

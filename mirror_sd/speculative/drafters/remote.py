@@ -8,6 +8,7 @@ them: a proposal that comes late is used as far as it agrees, or not at all.
 from __future__ import annotations
 
 from collections.abc import Sequence as Ordered
+from dataclasses import dataclass
 from typing import Protocol
 
 from mirror_sd.drafting.frames import LONGEST, Commit, Line, Open, Proposal
@@ -21,6 +22,25 @@ _RUN_WEIGHT = 0.2
 _LONGEST_LINE = 3 * LONGEST
 
 
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """How a drafter is to draft. `length`: tokens of a proposal, None to learn it from
+    `first_length` on. `overlaps`: it goes on while its proposals are verified; where it does not,
+    each is waited for."""
+
+    length: int | None = None
+    first_length: int = 8
+    overlaps: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What a session gets from its drafter, which can follow it up to `max_context` tokens."""
+
+    terms: Terms
+    max_context: int
+
+
 class DraftLink(Protocol):
     """The connections to drafters. Nothing here blocks but `receive`, which has a time limit;
     nothing raises because of what a drafter does."""
@@ -30,8 +50,12 @@ class DraftLink(Protocol):
         """Drafters that can be had now."""
         ...
 
-    def open(self, request: Open) -> bool:
-        """Have a drafter draft for a session; False where none is to be had."""
+    def assign(self, session: int, length: int) -> Offer | None:
+        """A drafter for a session that has `length` tokens; None where none is to be had."""
+        ...
+
+    def open(self, request: Open) -> None:
+        """Have its drafter draft for an assigned session; sent by `flush`."""
         ...
 
     def commit(self, commit: Commit) -> None:
@@ -71,28 +95,30 @@ class RemoteSource:
         *,
         vocab_size: int,
         most_tokens: int,
-        length: int | None,
-        first_length: int = 8,
     ) -> None:
-        """`length`: tokens of a proposal, None to learn it from `first_length` on."""
         self.tokens, self.params, self.tenant = tokens, params, tenant
         self.session = 0
         self.is_open = False
+        self.overlaps = True
         self.retry_at = 0.0
         self.latency_s = self.pace_s = 0.0
         self._vocab = vocab_size
         self._most = min(most_tokens, LONGEST)
-        self._is_fixed = length is not None
-        self.length = min(length or first_length, self._most)
+        self._is_fixed = False
+        # Tokens of a proposal; 0 before there was a drafter.
+        self.length = 0
         self._run = 0.0
         # Of each line: position of its first token, tokens, strengths.
         self._lines: list[tuple[int, tuple[int, ...], bytes]] = []
         self._base = 0
         self._offered: bytes = b""
 
-    def begin(self, session: int) -> None:
+    def begin(self, session: int, offer: Offer) -> None:
         """It is drafted for as `session` from now on."""
-        self.session, self.is_open = session, True
+        terms = offer.terms
+        self.session, self.is_open, self.overlaps = session, True, terms.overlaps
+        self._is_fixed = terms.length is not None
+        self.length = min(terms.length or self.length or terms.first_length, self._most)
         self._lines, self._base = [], 0
 
     def end(self) -> None:

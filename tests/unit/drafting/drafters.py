@@ -6,6 +6,7 @@ import numpy as np
 
 from mirror_sd.drafting.draft_engine import DraftEngine, Refusal
 from mirror_sd.drafting.frames import DraftParams, Open
+from mirror_sd.speculative.drafters.remote import Offer, Terms
 from tests.unit.speculative.hash_target import HashTarget
 
 
@@ -36,16 +37,18 @@ def request(tokens=(1, 2, 3), session=1, length=4, **fields) -> Open:
 class NearLink:
     """A drafter in the same process. Each `receive` lets it make `steps` forwards."""
 
-    def __init__(self, engine: DraftEngine, steps: int = 3) -> None:
-        self.engine, self.steps = engine, steps
+    def __init__(self, engine: DraftEngine, steps: int = 3, **terms) -> None:
+        self.engine, self.steps, self.terms = engine, steps, Terms(**terms)
         self.ready = 1
         self.outbox: list = []
         self.gone: list[int] = []
 
+    def assign(self, session, length):
+        return Offer(self.terms, self.engine.max_context) if self.ready else None
+
     def open(self, request):
         self.outbox.append(lambda: self.engine.open(request.session, request))
         self.outbox[-1].session = request.session
-        return self.ready > 0
 
     def commit(self, commit):
         self.outbox.append(lambda: self.engine.commit(commit.session, commit))

@@ -9,7 +9,9 @@ import pytest
 
 from mirror_sd import config as configuration
 from mirror_sd import planning
-from mirror_sd.drafting import addresses, loading
+from mirror_sd.backends.protocol import Capabilities
+from mirror_sd.drafting import addresses, connection, loading
+from mirror_sd.drafting.client import DraftClient
 from mirror_sd.drafting.connection import connector
 from mirror_sd.errors import ConfigError
 from mirror_sd.run_dir import RunDir
@@ -109,6 +111,31 @@ def test_cores_that_are_not_there_are_refused_with_those_that_are() -> None:
     assert chosen_cores([allowed[0], allowed[0]], "pools.cpu.cores") == allowed[:1]
     with pytest.raises(ConfigError, match=r"pools\.cpu\.cores names 9999; usable here are"):
         chosen_cores([9999], "pools.cpu.cores")
+
+
+def test_drafters_of_one_class_draft_each_by_its_own_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        (tmp_path / name).write_text("{}")
+    monkeypatch.setattr(connection, "tokenizer_digest", str)
+    settings = [
+        *POOLS,
+        f"model.path={tmp_path}",
+        "drafters.cpu={serves: [tpu], overlap: false, length: 12}",
+        "drafters.gpu={serves: [tpu], length: 4}",
+    ]
+    config = configuration.load(overrides=settings, environ={})
+    connect = connection.connector(config, RunDir(tmp_path), "tpu")
+    assert connect is not None
+    link = connect(Capabilities("x", "cpu", "bf16", 64, 512, True))._link
+    assert isinstance(link, DraftClient)
+    terms = {peer.name: peer.offer.terms for peer in link._peers}
+    link.close_all()
+    assert [(terms[n].length, terms[n].overlaps) for n in ("cpu", "gpu")] == [
+        (12, False),
+        (4, True),
+    ]
 
 
 def test_a_drafter_that_is_not_configured_does_not_start() -> None:

@@ -13,14 +13,14 @@ from mirror_sd.config import EngineConfig, SpeculationConfig
 from mirror_sd.drafting.frames import Line, Proposal
 from mirror_sd.engine import Engine
 from mirror_sd.messages import SamplingParams
-from mirror_sd.speculative.drafters.remote import RemoteSource
+from mirror_sd.speculative.drafters.remote import Offer, RemoteSource, Terms
 from mirror_sd.speculative.remote_drafting import Await, RemoteDrafting
 from tests.unit.drafting.drafters import NearLink, drafter
 from tests.unit.speculative.hash_target import HashTarget
 from tests.unit.speculative.test_engine import free_time, run, solo, submit
 
 
-def make(link, *, drafters="auto", overlaps=True, length=None, clock=free_time, **target):
+def make(link, *, drafters="auto", clock=free_time, **target):
     return Engine(
         HashTarget(**target),
         EngineConfig(block_size=4, kv_cache_mb=64, prefill_chunk=16),
@@ -29,9 +29,7 @@ def make(link, *, drafters="auto", overlaps=True, length=None, clock=free_time, 
         device_class="tpu",
         slots=8,
         clock=clock,
-        remote=RemoteDrafting(
-            link, vocab_size=64, most_tokens=8, length=length, overlaps=overlaps, clock=clock
-        ),
+        remote=RemoteDrafting(link, vocab_size=64, most_tokens=8, clock=clock),
     )
 
 
@@ -47,7 +45,7 @@ PARAMS = [
 @pytest.mark.parametrize("params", PARAMS)
 @pytest.mark.parametrize("overlaps", [True, False], ids=["overlapped", "serial"])
 def test_drafts_from_elsewhere_change_no_token(params, overlaps):
-    engine = make(NearLink(drafter(), steps=6), drafters="remote", overlaps=overlaps)
+    engine = make(NearLink(drafter(), steps=6, overlaps=overlaps), drafters="remote")
     items = [submit(f"r{i}", prompt=(i, 2, 3), max_tokens=60, **params) for i in range(1, 4)]
     tokens, ends = run(engine, items)
     for item in items:
@@ -88,6 +86,24 @@ def test_drafts_from_elsewhere_are_as_long_as_the_links_leave_room_for(factor, l
     tokens, _ = run(engine, [item])
     assert tokens["a"] == solo(item)
     assert max(asked, default=None) == longest
+
+
+def test_each_sequence_is_drafted_for_by_the_terms_of_its_own_drafter():
+    link = NearLink(drafter(noise=0.0), steps=10)
+    terms = iter([Terms(length=5, overlaps=False), Terms(length=3)])
+    opened, waits = [], []
+    link.assign = lambda session, length: Offer(next(terms), 512)
+    link.open = lambda request, open=link.open: opened.append(request) or open(request)
+    remote = RemoteDrafting(link, vocab_size=64, most_tokens=8, clock=lambda: 0.0)
+    params = SamplingParams(max_tokens=9, seed=1)
+    serial, ahead = (remote.open([n, 2, 3], params, "t") for n in (1, 2))
+    assert [(item.length, item.runs_ahead) for item in opened] == [(5, False), (3, True)]
+    link.receive = lambda timeout_s: waits.append(timeout_s) or ([], [])
+    link.is_answering = lambda session: len(waits) < 2
+    for source in (serial, ahead):
+        waits.clear()
+        remote.gather([Await(source, 8, [0.9] * 8)], rate=1.0, step_s=0.004)
+        assert waits[1:] == [30 * 0.004 if source is serial else 0.004]
 
 
 def test_an_aborted_sequence_is_no_longer_drafted_for():
@@ -142,10 +158,14 @@ class EvilLink:
         self.sessions: list[int] = []
         self.length = 0
 
+    def assign(self, session, length):
+        if self.rng.random() < 0.1:
+            return None
+        return Offer(Terms(overlaps=self.rng.random() < 0.5), self.rng.choice((0, 10, 10**9)))
+
     def open(self, request):
         self.sessions.append(request.session)
         self.length = len(request.tokens)
-        return self.rng.random() < 0.9
 
     def commit(self, commit):
         self.length = commit.base + len(commit.tokens)
@@ -195,9 +215,9 @@ def test_nonsense_changes_no_token_and_raises_nothing(seed, params):
 
 def source(tokens, **fields):
     made = RemoteSource(
-        tokens, SamplingParams(max_tokens=9, seed=1), "t", vocab_size=64, most_tokens=8, length=None
+        tokens, SamplingParams(max_tokens=9, seed=1), "t", vocab_size=64, most_tokens=8
     )
-    made.begin(1)
+    made.begin(1, Offer(Terms(), max_context=512))
     return made
 
 
@@ -228,8 +248,8 @@ def test_a_proposal_older_than_the_last_one_is_stale():
 class WaitingLink(NearLink):
     """Nothing comes until `at`; records how long it was waited for."""
 
-    def __init__(self, clock, at):
-        super().__init__(drafter())
+    def __init__(self, clock, at, overlaps):
+        super().__init__(drafter(), overlaps=overlaps)
         self.now, self.at = clock, at
         self.late: list = []
         self.proposals: list = []
@@ -248,10 +268,8 @@ class WaitingLink(NearLink):
 
 def wait(at, rate, step_s, overlaps=True, latency_s=0.004):
     now = [0.0]
-    link = WaitingLink(now, at)
-    remote = RemoteDrafting(
-        link, vocab_size=64, most_tokens=8, length=None, overlaps=overlaps, clock=lambda: now[0]
-    )
+    link = WaitingLink(now, at, overlaps)
+    remote = RemoteDrafting(link, vocab_size=64, most_tokens=8, clock=lambda: now[0])
     made = remote.open([1, 2, 3], SamplingParams(max_tokens=9, seed=1), "t")
     made.latency_s = made.pace_s = latency_s
     link.proposals = [

@@ -30,6 +30,7 @@ from mirror_sd.drafting.frames import (
 )
 from mirror_sd.drafting.server import DraftServer
 from mirror_sd.errors import ConfigError, ProtocolError
+from mirror_sd.speculative.drafters.remote import Terms
 from tests.unit.drafting.drafters import drafter, request
 from tests.unit.drafting.test_draft_engine import continuation
 
@@ -51,7 +52,7 @@ def serving(endpoint, engine=None, tokenizer="words"):
 
 @contextlib.contextmanager
 def connected(*endpoints, hello=HELLO, clock=time.monotonic):
-    named = [(f"d{i}", endpoint) for i, endpoint in enumerate(endpoints)]
+    named = [(f"d{i}", endpoint, Terms()) for i, endpoint in enumerate(endpoints)]
     client = DraftClient(named, hello, clock)
     try:
         yield client
@@ -72,6 +73,14 @@ def until(client, claim, timeout_s=5.0, what=""):
     return proposals, gone
 
 
+def opens(client, request):
+    """Whether there is a drafter for it, which is then asked to draft."""
+    if client.assign(request.session, len(request.tokens)) is None:
+        return False
+    client.open(request)
+    return True
+
+
 def ready(client, count=1):
     until(client, lambda *_: client.ready == count, what=f"{count} drafters")
 
@@ -85,7 +94,7 @@ def test_a_session_is_drafted_for_from_its_opening_to_its_end(endpoint):
     engine = drafter()
     with serving(endpoint, engine), connected(endpoint) as client:
         ready(client)
-        assert client.open(request([5, 6, 7], session=3))
+        assert opens(client, request([5, 6, 7], session=3))
         found, _ = until(client, lambda p, _: p and len(p[-1].lines[0].tokens) >= 10)
         expected = continuation([5, 6, 7], 5)
         assert list(found[-1].lines[0].tokens[:5]) == expected
@@ -113,7 +122,7 @@ def test_many_verifiers_share_drafters_and_each_gets_its_own_drafts(tmp_path, en
         for client, begin in ((one, 10), (two, 30)):
             ready(client, 2)
             for session in (1, 2):
-                assert client.open(request([begin + session], session=session))
+                assert opens(client, request([begin + session], session=session))
             client.flush()
         for client, begin in ((one, 10), (two, 30)):
             found, _ = until(client, lambda p, _: {1, 2} <= {item.session for item in p})
@@ -131,7 +140,7 @@ def test_garbage_from_a_stranger_harms_nobody(endpoint):
         context.socket(zmq.DEALER) as stranger,
     ):
         ready(client)
-        client.open(request([5, 6, 7], session=3))
+        opens(client, request([5, 6, 7], session=3))
         stranger.linger = 0
         stranger.connect(endpoint)
         for junk in (
@@ -168,43 +177,60 @@ def test_a_drafter_of_another_tokenizer_is_not_drafted_with(endpoint, caplog):
     with serving(endpoint, tokenizer="other words"), connected(endpoint) as client:
         with pytest.raises(AssertionError):
             until(client, lambda *_: client.ready, timeout_s=0.5)
-        assert not client.open(request())
+        assert not opens(client, request())
 
 
 def test_a_drafter_that_has_forgotten_its_verifier_is_greeted_anew(endpoint):
     with serving(endpoint) as server, connected(endpoint) as client:
         ready(client)
-        client.open(request([5, 6, 7], session=1))
+        opens(client, request([5, 6, 7], session=1))
         until(client, lambda p, _: p)
         server._welcome.clear()
         client.commit(Commit(1, 3, (1,), 4))
         _, gone = until(client, lambda _, g: g)
         assert gone == [1]
         ready(client)
-        assert client.open(request([5, 6, 7], session=2))
+        assert opens(client, request([5, 6, 7], session=2))
         until(client, lambda p, _: p and p[-1].session == 2)
 
 
 def test_a_drafter_that_has_no_room_refuses_and_keeps_the_others(endpoint):
     with serving(endpoint, drafter(sessions=1)), connected(endpoint) as client:
         ready(client)
-        client.open(request([5, 6, 7], session=1))
-        client.open(request([5, 6, 7], session=2))
+        opens(client, request([5, 6, 7], session=1))
+        opens(client, request([5, 6, 7], session=2))
         found, gone = until(client, lambda p, g: p and g)
         assert gone == [2] and {item.session for item in found} == {1}
+
+
+def test_a_sequence_goes_to_a_drafter_whose_context_it_fits(tmp_path):
+    short, long = drafter(), drafter()
+    short.max_context = 8
+    places = [f"ipc://{tmp_path}/{name}.sock" for name in "ab"]
+    with (
+        serving(places[0], short),
+        serving(places[1], long),
+        connected(*places) as client,
+    ):
+        ready(client, 2)
+        for session in range(1, 5):
+            assert opens(client, request([5] * 8, session=session))
+        assert not opens(client, request([5] * 512, session=5))
+        until(client, lambda p, _: {1, 2, 3, 4} <= {item.session for item in p})
+        assert (short.sessions, long.sessions) == (0, 4)
 
 
 def test_sessions_of_a_drafter_that_ended_are_gone_and_its_successor_takes_new_ones(endpoint):
     with connected(endpoint) as client:
         with serving(endpoint):
             ready(client)
-            client.open(request([5, 6, 7], session=1))
+            opens(client, request([5, 6, 7], session=1))
             until(client, lambda p, _: p)
         _, gone = until(client, lambda _, g: g, what="the loss is seen")
-        assert gone == [1] and client.ready == 0 and not client.open(request(session=2))
+        assert gone == [1] and client.ready == 0 and not opens(client, request(session=2))
         with serving(endpoint):
             ready(client)
-            assert client.open(request([5, 6, 7], session=3))
+            assert opens(client, request([5, 6, 7], session=3))
             found, _ = until(client, lambda p, _: p)
             assert found[-1].session == 3
 
@@ -222,7 +248,7 @@ def test_a_drafter_that_hangs_is_given_up_and_taken_back_when_it_answers(endpoin
     engine.step = hanging
     with serving(endpoint, engine), connected(endpoint) as client:
         ready(client)
-        client.open(request([5, 6, 7], session=1))
+        opens(client, request([5, 6, 7], session=1))
         until(client, lambda p, _: p)
         goes_on.clear()
         client.was_late([1])
@@ -250,7 +276,7 @@ def test_a_drafter_that_sends_garbage_is_left_alone_for_half_a_minute(endpoint):
             good = Ready(instance="x", device="d", engine="e", precision="p", max_context=512)
             evil.send_multipart([verifier, encode(good)])
             ready(client)
-            client.open(request(session=1))
+            opens(client, request(session=1))
             foreign = drafter()
             foreign.open(7, request(session=7))
             evil.send_multipart([verifier, encode(Proposals(items=(foreign.step()[0][1],)))])
@@ -308,13 +334,14 @@ def test_an_update_too_large_for_a_frame_goes_in_several_that_say_the_same():
 
 
 def test_prompts_too_large_for_one_frame_cost_no_session(endpoint):
-    with serving(endpoint) as server, connected(endpoint) as client:
-        opened = []
-        server._engine.open = lambda key, request: opened.append(request.session)
+    engine, opened = drafter(), []
+    engine.max_context = 2_000_000
+    engine.open = lambda key, request: opened.append(request.session)
+    with serving(endpoint, engine), connected(endpoint) as client:
         ready(client)
         for session in range(16):
-            assert client.open(request([2**31] * 120_000, session=session))
-        assert not client.open(request([2**31] * 1_000_000, session=16))
+            assert opens(client, request([2**31] * 120_000, session=session))
+        assert not opens(client, request([2**31] * 1_000_000, session=16))
         _, gone = until(client, lambda *_: len(opened) == 16)
         assert gone == [] and client.ready == 1 and opened == list(range(16))
 
