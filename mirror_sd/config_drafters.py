@@ -17,7 +17,8 @@ _LAST_PORT = 65_535
 
 class DrafterConfig(Section):
     engine: Literal["auto", "native", "torch", "xla", "onnxruntime", "transformers"] = Field(
-        "auto", description="back end of the drafters; auto: native on the CPU, else torch"
+        "auto",
+        description="back end of the drafters; auto: native on the CPU, xla on a TPU, else torch",
     )
     device: str = Field("auto", description="device of the drafters; auto: that of their class")
     precision: Precision = Field("auto", description="as pools.CLASS.precision")

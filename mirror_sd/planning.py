@@ -14,9 +14,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from mirror_sd import config as configuration
+from mirror_sd import model_store
 from mirror_sd.admin_client import AdminClient, is_listening, stack_on
 from mirror_sd.config import Config
-from mirror_sd.errors import SetupError
+from mirror_sd.config_drafters import DrafterConfig
+from mirror_sd.errors import ModelError, SetupError
 from mirror_sd.scheduler import measurements
 from mirror_sd.scheduler.device_profile import DeviceProfile, DrafterProfile
 from mirror_sd.scheduler.measurements import Traffic
@@ -70,7 +72,7 @@ def splitter(config: Config) -> DynamicSplitter:
                 expected(name, drafter.engine, drafter.device, drafter.sessions, real),
                 workers=drafter.workers,
             ),
-            acceptance=_OWN_MODEL if drafter.model is None else _OTHER_MODEL,
+            acceptance=_OWN_MODEL if _has_own_model(config, drafter) else _OTHER_MODEL,
             serves=drafter.serves,
             length=drafter.length,
         )
@@ -78,6 +80,17 @@ def splitter(config: Config) -> DynamicSplitter:
     ]
     longest = config.speculation.max_tokens
     return DynamicSplitter(devices, drafters, max_tokens=longest)
+
+
+def _has_own_model(config: Config, drafter: DrafterConfig) -> bool:
+    """Whether it is the target's model, by whatever name."""
+    if drafter.model is None or drafter.model == config.model.path:
+        return True
+    try:
+        files = [model_store.resolve(name) for name in (config.model.path, drafter.model)]
+    except ModelError:  # told of by whoever loads it
+        return False
+    return files[0].path.resolve() == files[1].path.resolve()
 
 
 def explain(

@@ -57,6 +57,35 @@ def test_a_configured_drafter_is_paired_and_its_length_told() -> None:
     assert "no stack was asked" in words
 
 
+@pytest.mark.parametrize(
+    ("target", "draft", "acceptance"),
+    [
+        ("model", None, 0.9),
+        ("model", "model", 0.9),
+        ("model", "alias", 0.9),
+        ("model", "other", 0.7),
+        ("none", "none", 0.9),
+        ("none", "model", 0.7),
+    ],
+)
+def test_the_targets_own_model_is_known_by_whatever_name(
+    tmp_path: Path, target: str, draft: str | None, acceptance: float
+) -> None:
+    for name in ("model", "other"):
+        (tmp_path / name).mkdir()
+        for file in ("config.json", "tokenizer.json", "model.safetensors"):
+            (tmp_path / name / file).write_text("{}")
+    (tmp_path / "alias").symlink_to("model")
+    named = "" if draft is None else f', "model": "{tmp_path / draft}"'
+    report = explain(
+        *EMULATED[1:],
+        f"model.path={tmp_path / target}",
+        'drafters.cpu={"serves": ["gpu"]' + named + "}",
+    )
+    [drafter] = report.drafters
+    assert drafter.acceptance == acceptance
+
+
 def test_the_plan_of_a_stack_goes_by_what_its_workers_measured(
     admin: _Admin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
