@@ -12,7 +12,7 @@ from mirror_sd import logs
 from mirror_sd.backends.onnx.providers import PROVIDERS
 
 COMMAND = "edge"
-PRECISIONS = ("int8", "fp16", "bf16", "fp32")
+PRECISIONS = ("auto", "int8", "fp16", "bf16", "fp32")
 # Any of these as the first word makes a call a direct one.
 _OPTIONS = frozenset(
     {
@@ -51,8 +51,12 @@ def edge(
     ] = None,
     max_length: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 256,
     precision: Annotated[
-        str, typer.Option(metavar="int8|fp16|bf16|fp32", help="Of the target and of the draft.")
-    ] = "int8",
+        str,
+        typer.Option(
+            metavar="auto|int8|fp16|bf16|fp32",
+            help="Of the target and of the draft; auto: int8, or what the target's engine has.",
+        ),
+    ] = "auto",
     disable_safety_check: Annotated[
         bool,
         typer.Option(

@@ -45,7 +45,10 @@ def hold(session: EdgeSession, *, shows_stats: bool) -> int:
 def _reply(session: EdgeSession, messages: list[Message], *, shows_stats: bool) -> list[Message]:
     """The messages and the answer; without the last where it cannot be answered."""
     try:
-        messages = session.fitting(messages)
+        kept = session.fitting(messages)
+        if forgotten := len(messages) - len(kept):
+            _say(f"mirror-sd: the context is full: the oldest {forgotten} messages are forgotten")
+        messages = kept
         with _ending_on_interrupt(session):
             answer = session.answer(messages, to_terminal)
     except RequestError as error:

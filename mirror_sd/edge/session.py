@@ -27,20 +27,21 @@ from mirror_sd.uir.draft_file import DraftProgram
 
 Message = tuple[str, str]
 _CLASS = "cpu"
-# Of one conversation: the longest context of the default model takes 180.
-_KV_CACHE_MB = 256
 # The native kernels multiply no halves.
 _TARGET_PRECISIONS = {"fp16": "bf16"}
+# Most of the context, one part in so many, that earlier messages leave to an answer.
+_ANSWER_PART = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
     """draft_engine: a provider of ONNX Runtime, or None for a draft head beside the target.
-    max_length: longest answer in tokens. is_typical: typical acceptance instead of equality."""
+    max_length: longest answer in tokens. precision: auto is what the target's engine has, int8 for
+    a draft on ONNX Runtime. is_typical: typical acceptance instead of equality."""
 
     draft_engine: str | None = None
     max_length: int = 256
-    precision: str = "int8"
+    precision: str = "auto"
     is_typical: bool = False
     temperature: float = 0.0
     seed: int | None = None
@@ -49,11 +50,11 @@ class Options:
 
     def config(self) -> Config:
         """Raises `ConfigError`."""
+        asked = None if self.precision == "auto" else self.precision
         settings = {
-            f"pools.{_CLASS}.precision": _TARGET_PRECISIONS.get(self.precision, self.precision),
+            f"pools.{_CLASS}.precision": asked and _TARGET_PRECISIONS.get(asked, asked),
             f"pools.{_CLASS}.threads": self.threads,
             "scheduler.max_batch_size.CPU": 1,
-            "engine.kv_cache_mb": _KV_CACHE_MB,
             "model.path": self.model,
         }
         return config.load(
@@ -136,7 +137,7 @@ class EdgeSession:
                 f"mirror-sd: there is no draft head for {self._files.name} to run on"
                 f" {options.draft_engine}; drafts come from the text itself"
             )
-        if self._target.precision != options.precision:
+        if options.precision not in ("auto", self._target.precision):
             yield (
                 f"mirror-sd: the target computes in {self._target.precision},"
                 f" as its engine, {self._target.name}, has no {options.precision}"
@@ -177,8 +178,9 @@ class EdgeSession:
         """
         offline.check_text(messages[-1][1])
         kept, context = list(messages), self.engine.max_context
+        room = min(self._options.max_length, context // _ANSWER_PART)
         while len(kept) > 1:
-            if len(self._tokenizer.encode_chat(kept)) + self._options.max_length <= context:
+            if len(self._tokenizer.encode_chat(kept)) + room <= context:
                 return kept
             del kept[:2]
         length = len(self._tokenizer.encode_chat(kept))

@@ -76,7 +76,7 @@ def test_help_names_every_option_and_says_what_is_lost() -> None:
     ("words", "says"),
     [
         (("--draft-engine", "npu", "x"), "'npu' is not one of cpu, cuda, trt, openvino"),
-        (("--precision", "int4", "x"), "'int4' is not one of int8, fp16, bf16, fp32"),
+        (("--precision", "int4", "x"), "'int4' is not one of auto, int8, fp16, bf16, fp32"),
         (("--max-length", "0", "x"), "--max-length"),
         (("--draft-engine", "cpu", "x", "y"), "unexpected extra argument"),
         (("--draft-engine", "cpu", "--colour", "x"), "No such option"),
@@ -191,6 +191,20 @@ def test_lines_of_a_pipe_are_a_conversation() -> None:
     prompts = [int(n) for n in re.findall(r"(\d+) prompt tokens", done.stderr)]
     assert len(prompts) == 2 and prompts[1] > prompts[0] + 10
     assert "Ada" in done.stdout
+
+
+def test_torch_in_the_native_engines_place_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MIRROR_SD__POOLS__CPU__ENGINE", "torch")
+    done = call("--max-length", "4", "--draft-engine", "cpu", "Name a fruit.")
+    assert done.returncode == 0 and done.stdout.strip(), done.stderr
+
+
+def test_messages_that_no_longer_fit_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MIRROR_SD__MODEL__MAX_CONTEXT", "128")
+    lines = f"Count: {'one ' * 40}\nName a fruit.\nAnd a tree.\n"
+    done = call("--max-length", "24", stdin=lines)
+    assert done.returncode == 0, done.stderr
+    assert "the context is full: the oldest 2 messages are forgotten" in done.stderr
 
 
 @pytest.mark.parametrize("locale_errors", ["strict", "surrogateescape"])

@@ -128,6 +128,24 @@ def test_the_oldest_messages_make_room_for_the_answer(session: EdgeSession) -> N
         session.fitting([("user", "word " * 9000)])
 
 
+def test_a_longest_answer_as_long_as_the_context_leaves_what_was_said_before(
+    session: EdgeSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "_options", replace(OPTIONS, max_length=8192))
+    messages = [("user", "My name is Ann."), ("assistant", "Hi Ann"), ("user", "What is my name?")]
+    assert session.fitting(messages) == messages
+    long = ("assistant", "word " * 6500)
+    assert session.fitting([messages[0], long, messages[2]]) == messages[2:]
+
+
+def test_the_cache_holds_the_whole_context_in_every_precision(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert EdgeSession(Options(precision="fp32", threads=2)).engine.max_context == 8192
+    monkeypatch.setenv("MIRROR_SD__ENGINE__KV_CACHE_MB", "8")
+    assert Options().config().engine.kv_cache_mb == 8
+
+
 def test_typical_acceptance_departs_from_the_model_and_says_so(
     drafting: None, plain_answers: list[str]
 ) -> None:
@@ -144,6 +162,15 @@ def test_typical_acceptance_departs_from_the_model_and_says_so(
 def test_fp16_is_bf16_for_a_target_whose_kernels_have_no_halves() -> None:
     for asked_for, given in (("fp16", "bf16"), ("int8", "int8"), ("fp32", "fp32")):
         assert Options(precision=asked_for).config().pools["cpu"].precision == given
+
+
+def test_without_a_precision_the_target_has_that_of_its_engine_or_of_the_settings(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert Options().config().pools["cpu"].precision == "auto"
+    monkeypatch.setenv("MIRROR_SD__POOLS__CPU__PRECISION", "bf16")
+    assert Options().config().pools["cpu"].precision == "bf16"
+    assert Options(precision="int8").config().pools["cpu"].precision == "int8"
 
 
 def test_a_setting_that_is_wrong_is_named() -> None:
