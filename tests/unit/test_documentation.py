@@ -5,6 +5,7 @@ python -m tests.unit.test_documentation     prints the tables as they should be
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -97,6 +98,26 @@ def test_every_error_code_of_the_wire_is_documented() -> None:
         and kind.code is not None
     }
     assert {code for code in codes if f"`{code}`" not in api} == set()
+
+
+def test_every_error_of_the_edge_is_documented_with_its_status_and_type() -> None:
+    contract = json.loads((ROOT / "tests" / "contracts" / "errors.json").read_text("utf-8"))
+    # For a client that is gone, for the admin port, and for statuses that nothing here sends.
+    unseen = {"client_closed", "invalid_admin_token"}
+    unseen |= {"unauthorized", "forbidden", "unsupported_media_type"}
+    sent = {
+        (str(error["status"]), error["type"], error["code"])
+        for error in (*contract["edge"], *contract["refusals"])
+        if error["code"] not in unseen
+    }
+    sent.add(("in a stream", contract["event"]["type"], contract["event"]["code"]))
+    api = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    documented = {
+        (status, kind, code)
+        for status, kind, codes in re.findall(r"^\| ([\w ]+) \| `(\w+)` \| ([^|]+) \|", api, re.M)
+        for code in re.findall(r"`(\w+)`", codes)
+    }
+    assert sent - documented == set()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
