@@ -18,6 +18,7 @@ from pydantic import BaseModel
 from mirror_sd import errors, telemetry
 from mirror_sd.config import Config, PoolConfig
 from mirror_sd.config_drafters import DrafterConfig
+from mirror_sd.supervisor import processes
 
 ROOT = Path(__file__).resolve().parents[2]
 OPERATIONS = ROOT / "docs" / "operations.md"
@@ -85,6 +86,20 @@ def test_the_settings_table_is_the_configuration() -> None:
 def test_the_metrics_table_is_what_is_declared() -> None:
     assert len(list(lua_metric_rows())) >= 9
     assert table_after("Metrics") == [*lua_metric_rows(), *python_metric_rows()]
+
+
+def test_every_kind_of_process_has_its_log_and_its_loss_documented() -> None:
+    kinds = {name.removesuffix("_spec") for name in vars(processes) if name.endswith("_spec")}
+    assert kinds >= {"gateway", "pool", "drafter"}
+    text = OPERATIONS.read_text(encoding="utf-8")
+    logs, deaths = (
+        text.split(heading, 1)[1].split("\n## ", 1)[0]
+        for heading in ("\n**Logs.**", "\n## When a process dies\n")
+    )
+    assert {
+        kind for kind in kinds if not re.search(rf"^\| `{kind}[-.\w]*\.log`", logs, re.M)
+    } == set()
+    assert {kind for kind in kinds if f"\n| {kind} |" not in deaths} == set()
 
 
 def test_every_error_code_of_the_wire_is_documented() -> None:
