@@ -54,7 +54,8 @@ def edge(
         str,
         typer.Option(
             metavar="auto|int8|fp16|bf16|fp32",
-            help="Of the target and of the draft; auto: int8, or what the target's engine has.",
+            help="Of the target, and of the draft with --draft-engine; auto: int8, or what the"
+            " target's engine has.",
         ),
     ] = "auto",
     disable_safety_check: Annotated[
