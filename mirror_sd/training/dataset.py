@@ -16,6 +16,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -54,18 +55,30 @@ class Dataset:
 
     def __init__(self, directory: Path) -> None:
         try:
-            index = np.load(directory / "index.npz")
-            self.offsets: Int64 = index["offsets"]
-            self.prompt_lengths: Int64 = index["prompt_lengths"]
-            self.held_out: NDArray[np.bool_] = index["held_out"]
-            self.languages: NDArray[np.str_] = index["languages"]
-            self.vocabulary: NDArray[np.int32] = index["vocabulary"]
+            with (directory / "index.npz").open("rb") as file:
+                index = np.load(file)
+                self.offsets: Int64 = index["offsets"]
+                self.prompt_lengths: Int64 = index["prompt_lengths"]
+                self.held_out: NDArray[np.bool_] = index["held_out"]
+                self.languages: NDArray[np.str_] = index["languages"]
+                self.vocabulary: NDArray[np.int32] = index["vocabulary"]
             self._tokens, self._features, self._ids, self._shares = (
                 np.load(directory / f"{name}.npy", mmap_mode="r")
                 for name in ("tokens", "features", "ids", "shares")
             )
-        except (OSError, ValueError, KeyError) as error:
-            raise ConfigError(f"the training data in {directory} is broken: {error}") from error
+            self._check()
+        except (OSError, EOFError, ValueError, KeyError, BadZipFile) as error:
+            raise ConfigError(
+                f"the training data in {directory} is broken: {error!r}; without that directory"
+                " --resume makes it anew of the answers"
+            ) from error
+
+    def _check(self) -> None:
+        """Raises `ValueError` where the files do not belong together."""
+        rows = int(self.offsets[-1])
+        parts = (self._tokens, self._features, self._ids, self._shares)
+        if any(len(part) != rows for part in parts):
+            raise ValueError(f"not all of its files have {rows} rows")
 
     @property
     def lengths(self) -> Int64:
