@@ -40,10 +40,12 @@ class Task:
     max_tokens: int
     top_p: float = 1.0
 
-    @property
-    def key(self) -> str:
-        """A digest of all that the answer depends on."""
-        return fingerprint(self.prompt, self.temperature, self.seed, self.max_tokens, self.top_p)
+    def key(self, model: str) -> str:
+        """A digest of all that the answer depends on. `model`: one of the model, and of how it
+        computes."""
+        return fingerprint(
+            model, self.prompt, self.temperature, self.seed, self.max_tokens, self.top_p
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +65,13 @@ def tasks(
     questions: Sequence[str],
     plan: DataPlan,
     seed: int,
+    say: Callable[[str], None],
 ) -> list[Task]:
     """The held-out prompts, greedy, then the others: greedy and sampled ones mixed by `seed`.
 
-    Where there are fewer prompts than answers wanted, they are answered again, sampled.
-    Raises `ConfigError` where nothing is left to train on, or to evaluate on.
+    Where there are fewer prompts than answers wanted, they are answered again, sampled. `say` is
+    told how many were too long. Raises `ConfigError` where nothing is left to train on, or to
+    evaluate on.
     """
     origins = sorted({prompt.origin for prompt in prompts})
     random.Random(f"{seed}:held out").shuffle(origins)
@@ -78,16 +82,19 @@ def tasks(
     ]
     held_out = [prompt for prompt in prompts if prompt.origin in apart]
     trained = [prompt for prompt in prompts if prompt.origin not in apart]
-    trained = _merged(trained[: plan.answers], own)
-    made = _encoded(tokenizer, held_out, plan, limit=plan.held_out, is_held_out=True)
-    fresh = _encoded(tokenizer, trained, plan, limit=plan.answers, is_held_out=False)
+    room = _Room(tokenizer, plan)
+    made = room.fitting(held_out, plan.held_out, is_held_out=True)
+    first = room.fitting(trained, plan.answers, is_held_out=False)
+    fresh = _merged(first, room.fitting(own, len(own), is_held_out=False))[: plan.answers]
     if not fresh:
-        raise ConfigError("there is no prompt to train on that fits into the context")
+        raise ConfigError(f"there is no prompt to train on of at most {room}")
     if not made:
         raise ConfigError(
             "there is nothing to hold out for the evaluation: at least two conversations are"
-            f" needed, with prompts of at most {_room(tokenizer, plan)} tokens"
+            f" needed, with prompts of at most {room}"
         )
+    if room.left_out:
+        say(f"left out: {room.left_out} of {room.read} prompts, of more than {room}")
     wanted: list[Task] = []
     again = 0
     while len(wanted) < plan.answers:
@@ -97,7 +104,7 @@ def tasks(
     return made + wanted
 
 
-def _merged(first: Sequence[Conversation], second: Sequence[Conversation]) -> list[Conversation]:
+def _merged(first: Sequence[Task], second: Sequence[Task]) -> list[Task]:
     """Both in order, the second spread evenly among the first."""
     ranked = [
         ((i + 0.5) / len(part), item) for part in (first, second) for i, item in enumerate(part)
@@ -113,31 +120,41 @@ def _varied(task: Task, plan: DataPlan, seed: int, again: int) -> Task:
     return replace(task, temperature=temperature, seed=rng.getrandbits(32))
 
 
-def _encoded(
-    tokenizer: Tokenizer,
-    prompts: Sequence[Conversation],
-    plan: DataPlan,
-    *,
-    limit: int,
-    is_held_out: bool,
-) -> list[Task]:
-    """Greedy tasks of the first `limit` prompts that are not too long."""
-    room = _room(tokenizer, plan)
-    made: list[Task] = []
-    for prompt in prompts:
-        ids = tokenizer.encode_chat([(m["role"], m["content"]) for m in prompt.messages])
-        if len(ids) <= room and len(made) < limit:
-            made.append(
-                Task(
-                    tuple(ids), prompt.lang, prompt.origin, is_held_out, 0.0, 0, plan.answer_tokens
-                )
-            )
-    return made
+class _Room:
+    """For prompts; as text it is the most tokens of one, and what sets it. Counts the prompts that
+    were `read`, and of them those `left_out`."""
 
+    def __init__(self, tokenizer: Tokenizer, plan: DataPlan) -> None:
+        self.read = self.left_out = 0
+        self._tokenizer, self._plan = tokenizer, plan
+        self._context = tokenizer.facts.max_context
+        self._tokens = min(plan.prompt_tokens, self._context - plan.answer_tokens - 1)
 
-def _room(tokenizer: Tokenizer, plan: DataPlan) -> int:
-    """The most tokens of a prompt."""
-    return min(plan.prompt_tokens, tokenizer.facts.max_context - plan.answer_tokens - 1)
+    def __str__(self) -> str:
+        if self._tokens == self._plan.prompt_tokens:
+            return f"{self._tokens} tokens (--prompt-tokens)"
+        return (
+            f"{self._tokens} tokens (the context of {self._context} less --answer-tokens"
+            f" {self._plan.answer_tokens})"
+        )
+
+    def fitting(
+        self, prompts: Sequence[Conversation], limit: int, *, is_held_out: bool
+    ) -> list[Task]:
+        """Greedy tasks of the first `limit` prompts that are not too long."""
+        made: list[Task] = []
+        length = self._plan.answer_tokens
+        for prompt in prompts:
+            if len(made) == limit:
+                break
+            self.read += 1
+            turns = [(m["role"], m["content"]) for m in prompt.messages]
+            ids = tuple(self._tokenizer.encode_chat(turns))
+            if len(ids) > self._tokens:
+                self.left_out += 1
+                continue
+            made.append(Task(ids, prompt.lang, prompt.origin, is_held_out, 0.0, 0, length))
+        return made
 
 
 def question_tasks(tokenizer: Tokenizer, plan: DataPlan, seed: int) -> list[Task]:
@@ -167,23 +184,25 @@ def questions(tokenizer: Tokenizer, made: Sequence[Answer]) -> list[str]:
 
 def answer(
     engine: Engine,
+    model: str,
     wanted: Sequence[Task],
     stop: tuple[int, ...],
     file: Path,
     advance: Advance,
 ) -> list[Answer]:
     """Answers in the order of `wanted`. Each is kept in `file` once it is there; those that the
-    file has already are not made again. `stop`: the token that ends a turn, then any others.
-    Raises `InternalError` where the engine fails."""
+    file has already of this `model` (see `Task.key`) are not made again. `stop`: the token that
+    ends a turn, then any others. Raises `InternalError` where the engine fails."""
     done = _read(file)
-    todo = {task.key: task for task in wanted if task.key not in done}
+    keys = [task.key(model) for task in wanted]
+    todo = {key: task for key, task in zip(keys, wanted, strict=True) if key not in done}
     advance(len(wanted) - len(todo))
     with file.open("a", encoding="utf-8") as log:
         for key, made in _generate(engine, todo, stop):
             done[key] = made
             log.write(json.dumps({"key": key, **asdict(made)}) + "\n")
             advance(1)
-    return [_as_wanted(done[task.key], task) for task in wanted]
+    return [_as_wanted(done[key], task) for key, task in zip(keys, wanted, strict=True)]
 
 
 def _as_wanted(made: Answer, task: Task) -> Answer:

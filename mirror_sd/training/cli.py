@@ -61,6 +61,9 @@ def distil(
     ] = None,
     held_out: Annotated[int | None, typer.Option(min=2, help="Answers to evaluate on.")] = None,
     answer_tokens: Annotated[int | None, typer.Option(min=8, help="Longest answer.")] = None,
+    prompt_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Longest prompt; longer ones are left out.")
+    ] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Updates in fp32.")] = None,
     mixed_steps: Annotated[
         int | None, typer.Option(min=0, help="Updates in each precision after that.")
@@ -142,6 +145,7 @@ def _given(values: dict[str, Any]) -> dict[str, Any]:
         "self_asked",
         "held_out",
         "answer_tokens",
+        "prompt_tokens",
         "steps",
         "mixed_steps",
         "batch_tokens",

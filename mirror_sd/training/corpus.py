@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from dataclasses import asdict, dataclass
 from functools import partial
 from hashlib import sha256
@@ -31,18 +32,20 @@ from mirror_sd.uir.model_spec import ModelSpec
 from mirror_sd.uir.precision_plan import PrecisionPlan
 
 MARK = "mark.json"
+_SAMPLES, _SAMPLE_BYTES = 64, 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The model that the draft is for. `files_mark`: tells its file from others."""
+    """The model that the draft is for. `name`: of its files, by which a server looks for the draft.
+    `mark`: tells it, and how it computes its answers, from others."""
 
     name: str
     spec: ModelSpec
     head: TargetHead
     tokenizer: Tokenizer
     tokenizer_digest: str
-    files_mark: str
+    mark: str
 
     @classmethod
     def of(cls, config: Config, scratch: Path) -> Target:
@@ -51,16 +54,35 @@ class Target:
         program = programs.load(files, PrecisionPlan.of("fp32"))
         tokenizer_files.export(files, scratch / "tokenizer")
         digest = tokenizer_digest(scratch / "tokenizer" / tokenizer_files.TOKENIZER)
-        parts = sorted(files.path.glob("*")) if files.path.is_dir() else [files.path]
-        sizes = [(part.name, part.stat().st_size) for part in parts]
         return cls(
-            config.model.served_name or files.name,
+            files.name,
             program.spec,
             TargetHead.of(program),
             load_tokenizer(config),
             digest,
-            fingerprint(files.name, sizes, digest),
+            fingerprint(_contents(files.path), digest, *_computation(config)),
         )
+
+
+def _contents(path: Path) -> str:
+    """A digest of a model's files, of parts of the large ones: a finetune has the sizes and the
+    names of its parent."""
+    files = sorted(part for part in path.iterdir() if part.is_file()) if path.is_dir() else [path]
+    digest = sha256()
+    for file in files:
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}\n".encode())
+        with file.open("rb") as content:
+            for part in range(_SAMPLES):
+                content.seek(max(size - _SAMPLE_BYTES, 0) * part // (_SAMPLES - 1))
+                digest.update(content.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def _computation(config: Config) -> tuple[str, ...]:
+    """What the settings say of how answers are computed."""
+    pool = next(iter(config.pools.values()))
+    return (pool.engine, pool.device, pool.precision, config.engine.kv_precision)
 
 
 def collect(
@@ -78,14 +100,14 @@ def collect(
     Raises `ConfigError` for data that cannot be read, and where they are not there and may not be
     made; `UnsupportedModel` where the model does not give its hidden states.
     """
-    asked = prompt_file.read(data) if data else prompts.bundled(plan.seed)
+    asked = _asked(data, plan.seed)
     taps = plan.train.taps or features.default_taps(target.spec.num_layers)
     if max(taps) > target.spec.num_layers:
         raise ConfigError(
             f"--taps names layer {max(taps)}; {target.name} has {target.spec.num_layers}"
         )
     mark = fingerprint(
-        target.files_mark,
+        target.mark,
         asdict(plan.data),
         plan.seed,
         taps,
@@ -112,6 +134,15 @@ def collect(
         partial_file.write_text(json.dumps({"mark": mark, "facts": facts}), encoding="utf-8")
         partial_file.replace(file)
     return Dataset(directory), json.loads(file.read_text(encoding="utf-8"))
+
+
+def _asked(data: Path | None, seed: int) -> list[Conversation]:
+    if data is None:
+        return prompts.bundled(seed)
+    found = prompt_file.read(data)
+    # Where not all are wanted, they are not those that the file begins with.
+    random.Random(f"{seed}:prompts").shuffle(found)
+    return found
 
 
 def _mark_of(file: Path) -> str | None:
@@ -173,12 +204,14 @@ def _answers(
     wanted = answers.question_tasks(tokenizer, plan.data, plan.seed)
     with reporter.stage("questions", len(wanted)) as advance:
         own = answers.answer(
-            engine, wanted, stop, out / "questions.jsonl", partial(_plain, advance)
+            engine, target.mark, wanted, stop, out / "questions.jsonl", partial(_plain, advance)
         )
     texts = answers.questions(tokenizer, own)
-    wanted = answers.tasks(tokenizer, asked, texts, plan.data, plan.seed)
+    wanted = answers.tasks(tokenizer, asked, texts, plan.data, plan.seed, reporter.say)
     with reporter.stage("answers", len(wanted)) as advance:
-        return answers.answer(engine, wanted, stop, out / "answers.jsonl", partial(_plain, advance))
+        return answers.answer(
+            engine, target.mark, wanted, stop, out / "answers.jsonl", partial(_plain, advance)
+        )
 
 
 def _plain(advance: Any, done: int) -> None:

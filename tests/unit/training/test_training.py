@@ -16,6 +16,7 @@ from mirror_sd.engine import Engine
 from mirror_sd.errors import ConfigError
 from mirror_sd.training import answers, export, features, optimiser, report
 from mirror_sd.training.answers import Answer
+from mirror_sd.training.dataset import Dataset
 from mirror_sd.training.draft_model import DraftModel
 from mirror_sd.training.evaluation import evaluate
 from mirror_sd.training.fake_quantise import stored
@@ -183,7 +184,7 @@ def test_damaged_answers_of_a_run_are_told_with_their_line(tmp_path: Path, line:
         log.write(line + b"\n")
     engine = cast(Engine, None)
     with pytest.raises(ConfigError, match=r"answers\.jsonl, line 2 is damaged"):
-        answers.answer(engine, [], (), file, lambda done: None)
+        answers.answer(engine, "m", [], (), file, lambda done: None)
 
 
 def test_a_checkpoint_of_another_stage_is_not_taken_up(tmp_path: Path) -> None:
@@ -243,3 +244,21 @@ def test_prompts_are_learnt_from_too_but_only_answers_are_the_targets_own_choice
 def test_curves_of_few_steps_are_still_lines(steps: int, drawn: int) -> None:
     line = report.smoothed(np.full(steps, 2.5))
     assert len(line) == drawn and np.allclose(line, 2.5)
+
+
+@pytest.mark.parametrize(
+    ("name", "kept"), [("index.npz", 100), ("index.npz", 0), ("tokens.npy", 40), ("ids.npy", 0)]
+)
+def test_damaged_data_are_told_with_what_to_do(tmp_path: Path, name: str, kept: int) -> None:
+    tiny.dataset(tmp_path)
+    file = tmp_path / name
+    file.write_bytes(file.read_bytes()[:kept])
+    with pytest.raises(ConfigError, match=r"is broken: .* --resume makes it anew"):
+        Dataset(tmp_path)
+
+
+def test_files_of_two_runs_are_no_data(tmp_path: Path) -> None:
+    tiny.dataset(tmp_path)
+    np.save(tmp_path / "tokens.npy", np.zeros(3, np.int32))
+    with pytest.raises(ConfigError, match="not all of its files have"):
+        Dataset(tmp_path)
