@@ -34,7 +34,8 @@ class Await:
 
     @property
     def is_short(self) -> bool:
-        return self.source.is_open and self.source.ready < min(self.limit, self.source.length)
+        source = self.source
+        return source.is_open and source.ready < self.limit and not source.is_whole
 
     @property
     def chance(self) -> float:

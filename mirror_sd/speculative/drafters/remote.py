@@ -104,6 +104,7 @@ class RemoteSource:
         self.latency_s = self.pace_s = 0.0
         self._vocab = vocab_size
         self._most = min(most_tokens, LONGEST)
+        self._max_context = 0
         self._is_fixed = False
         # Tokens of a proposal; 0 before there was a drafter.
         self.length = 0
@@ -117,6 +118,7 @@ class RemoteSource:
         """It is drafted for as `session` from now on."""
         terms = offer.terms
         self.session, self.is_open, self.overlaps = session, True, terms.overlaps
+        self._max_context = offer.max_context
         self._is_fixed = terms.length is not None
         self.length = min(terms.length or self.length or terms.first_length, self._most)
         self._lines, self._base = [], 0
@@ -164,6 +166,15 @@ class RemoteSource:
     def ready(self) -> int:
         """Tokens that could be verified now."""
         return len(self._rest()[0])
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether no more will be drafted before the next commit: what is ready ends with a stop
+        token or the drafter's context, or is as long as a proposal."""
+        tokens, _ = self._rest()
+        has_ended = bool(tokens) and tokens[-1] in self.params.stop_token_ids
+        most = min(self.length, self._max_context - len(self.tokens))
+        return has_ended or len(tokens) >= most
 
     def propose(self, limit: int) -> list[int]:
         tokens, strengths = self._rest()

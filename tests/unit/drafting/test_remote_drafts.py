@@ -16,6 +16,7 @@ from mirror_sd.messages import SamplingParams
 from mirror_sd.speculative.drafters.remote import Offer, RemoteSource, Terms
 from mirror_sd.speculative.remote_drafting import Await, RemoteDrafting
 from tests.unit.drafting.drafters import NearLink, drafter
+from tests.unit.drafting.test_draft_engine import continuation
 from tests.unit.speculative.hash_target import HashTarget
 from tests.unit.speculative.test_engine import free_time, run, solo, submit
 
@@ -264,6 +265,33 @@ class WaitingLink(NearLink):
 
     def was_late(self, sessions):
         self.late.append(list(sessions))
+
+
+@pytest.mark.parametrize("overlaps", [True, False], ids=["overlapped", "serial"])
+@pytest.mark.parametrize("end", ["stop token", "context"])
+def test_nothing_is_waited_for_once_the_draft_has_ended(end, overlaps):
+    engine = drafter(noise=0.0)
+    expected = continuation([5, 6, 7], 3)
+    if end == "context":
+        engine.max_context = 6
+    params = SamplingParams(
+        max_tokens=64,
+        seed=1,
+        temperature=0.0,
+        stop_token_ids=(expected[2],) if end == "stop token" else (),
+    )
+    link = NearLink(engine, overlaps=overlaps)
+    waits = [0.0]
+    link.receive = lambda timeout_s, then=link.receive: waits.append(timeout_s) or then(timeout_s)
+    remote = RemoteDrafting(link, vocab_size=64, most_tokens=8, clock=lambda: sum(waits))
+    source = remote.open([5, 6, 7], params, "t")
+    wanted = [Await(source, 8, [0.9] * 8)]
+    assert wanted[0].is_short
+    remote.gather(wanted, rate=1.0, step_s=0.02)
+    assert source.propose(8) == expected
+    waits.clear()
+    remote.gather(wanted, rate=1.0, step_s=0.02)
+    assert waits == [0.0] and remote.counts.late == 0
 
 
 def wait(at, rate, step_s, overlaps=True, latency_s=0.004):
