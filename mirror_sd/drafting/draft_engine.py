@@ -12,7 +12,7 @@ import math
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -100,8 +100,13 @@ class DraftEngine:
         self.tokens = self.steps = 0
 
     def warm_up(self) -> None:
-        """The first forward of all is slow: not to be at a request's cost. Overwrites the cache."""
-        self._backend.forward(blank_batch(1, BLOCK_SIZE))
+        """A forward for nobody: the first of all is slow, and not to be at a request's cost."""
+        block = self._pool.allocate()
+        try:
+            table = np.array([block], dtype=np.int32)
+            self._backend.forward(replace(blank_batch(1, BLOCK_SIZE), block_tables=(table,)))
+        finally:
+            self._pool.release(block)
 
     @property
     def sessions(self) -> int:
@@ -196,7 +201,8 @@ class DraftEngine:
                 self._give_up(key, f"nothing was heard of it for {seconds:g} s")
 
     def step(self) -> list[tuple[Hashable, Proposal]]:
-        """One forward; the proposals that changed by it."""
+        """One forward; the proposals that changed by it. Raises where the device computes nothing
+        any more: whoever keeps the process starts it anew."""
         turns = self._schedule()
         if not turns:
             return []
@@ -267,6 +273,8 @@ class DraftEngine:
             if len(turns) == 1:
                 logger.exception("a session is given up: its forward failed")
                 self._give_up(turns[0].key, f"its forward failed: {type(error).__name__}")
+                # Where this fails as well, it is not the session's fault.
+                self.warm_up()
                 return
             for turn in turns:
                 if self._is_open(turn):

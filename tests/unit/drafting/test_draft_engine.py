@@ -175,6 +175,21 @@ def test_a_sequence_that_breaks_the_forward_is_given_up_and_the_others_go_on():
     assert [key for key, _ in engine.refused] == [1]
 
 
+def test_a_device_that_computes_nothing_any_more_ends_the_process():
+    engine = drafter()
+    engine.warm_up()
+    engine.open(1, request([8, 9]))
+    engine.open(2, request([5, 6, 7]))
+    engine.step()
+
+    def forward(batch):
+        raise RuntimeError("Array has been deleted")
+
+    engine._backend.forward = forward
+    with pytest.raises(RuntimeError, match="Array has been deleted"):
+        engine.step()
+
+
 def test_logits_that_are_no_numbers_cost_only_their_session():
     engine = drafter()
     text = continuation([8, 9], 11)
