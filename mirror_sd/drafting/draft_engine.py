@@ -11,15 +11,16 @@ import logging
 import math
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable
+from dataclasses import replace
 
 import numpy as np
 
-from mirror_sd.backends.protocol import Backend, Float32, RaggedBatch
+from mirror_sd.backends.protocol import Backend, Float32
 from mirror_sd.drafting.frames import LONGEST, Commit, DraftParams, Open, Proposal
 from mirror_sd.drafting.session import Astray, Branch, DraftSession, Rival
 from mirror_sd.drafting.strand import Strand
+from mirror_sd.drafting.turns import CHEAP_ROWS, Turn, ragged, shares
 from mirror_sd.memory import arenas
 from mirror_sd.memory.block_pool import BlockPool, OutOfBlocks
 from mirror_sd.memory.prefix_cache import PrefixCache
@@ -34,8 +35,6 @@ logger = logging.getLogger(__name__)
 # Small, so that a branch has little to compute again.
 BLOCK_SIZE = 4
 _PREFILL_CHUNK = 128
-# Rows that cost about as much as one, on the CPU's kernels.
-_CHEAP_ROWS = 8
 _BRANCHES = 1
 _EXCLUDED = np.float32(-1e30)
 # The least gap between the two best tokens for each strength above 0, in logits.
@@ -45,25 +44,6 @@ _WEIGHT = 0.1
 
 class Refusal(Exception):
     """The session is not drafted for; the text says why."""
-
-
-@dataclass(slots=True)
-class Turn:
-    """The next `count` tokens of a strand in a forward."""
-
-    key: Hashable
-    session: DraftSession
-    strand: Strand
-    count: int
-
-    @property
-    def reaches_end(self) -> bool:
-        """Whether a next token is chosen."""
-        return self.count == self.strand.pending
-
-    def covered(self, block_size: int) -> bool:
-        """Whether the strand has blocks for them."""
-        return len(self.strand.table) * block_size >= self.strand.computed + self.count
 
 
 class DraftEngine:
@@ -210,7 +190,7 @@ class DraftEngine:
         self._run(turns)
         self._open_branches()
         self.steps += 1
-        if sum(turn.count for turn in turns) <= 2 * len(turns) + _CHEAP_ROWS:
+        if sum(turn.count for turn in turns) <= 2 * len(turns) + CHEAP_ROWS:
             spent = self._clock() - begin
             self.pace_s += (_WEIGHT if self.pace_s else 1.0) * (spent - self.pace_s)
         news = [(key, session) for key, session in self._sessions.items() if session.has_news]
@@ -218,17 +198,17 @@ class DraftEngine:
 
     def _schedule(self) -> list[Turn]:
         """Main strands first; branches as long as their rows cost next to nothing."""
-        turns: list[Turn] = []
-        budget = _PREFILL_CHUNK
-        for key, session in list(self._sessions.items()):
-            if session.wants_main and budget > 0:
-                count = min(session.main.pending, budget)
-                budget -= count if count > 1 else 0
-                turns.append(Turn(key, session, session.main, count))
+        mains = [(key, session) for key, session in self._sessions.items() if session.wants_main]
+        counts = shares([session.main.pending for _, session in mains], _PREFILL_CHUNK)
+        turns = [
+            Turn(key, session, session.main, count)
+            for (key, session), count in zip(mains, counts, strict=True)
+            if count
+        ]
         rows = sum(turn.count for turn in turns)
         for key, session in list(self._sessions.items()):
             for strand in session.wanted_branches():
-                if rows + strand.pending <= _CHEAP_ROWS + BLOCK_SIZE:
+                if rows + strand.pending <= CHEAP_ROWS + BLOCK_SIZE:
                     rows += strand.pending
                     turns.append(Turn(key, session, strand, strand.pending))
         held = [turn for turn in turns if self._reserve(turn)]
@@ -341,28 +321,6 @@ class DraftEngine:
 def _check_length(length: int) -> None:
     if not 1 <= length <= LONGEST:
         raise Refusal(f"proposals of {length} tokens; 1 to {LONGEST} are made")
-
-
-def ragged(turns: Sequence[Turn]) -> RaggedBatch:
-    """The turns as the back end takes them; a row of logits for each that reaches its end."""
-    tokens: list[int] = []
-    positions: list[int] = []
-    rows: list[int] = []
-    offsets = [0]
-    for turn in turns:
-        begin = turn.strand.computed
-        tokens.extend(turn.strand.tokens[begin : begin + turn.count])
-        positions.extend(range(begin, begin + turn.count))
-        offsets.append(len(tokens))
-        if turn.reaches_end:
-            rows.append(len(tokens) - 1)
-    return RaggedBatch(
-        token_ids=np.array(tokens, dtype=np.int32),
-        positions=np.array(positions, dtype=np.int32),
-        sequence_offsets=np.array(offsets, dtype=np.int32),
-        block_tables=tuple(turn.strand.table_array() for turn in turns),
-        logit_rows=np.array(rows, dtype=np.int32),
-    )
 
 
 def choose_two(

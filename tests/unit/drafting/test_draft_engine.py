@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from mirror_sd.drafting.draft_engine import Refusal
 from mirror_sd.drafting.frames import Commit
+from mirror_sd.drafting.turns import shares
 from tests.unit.drafting.drafters import NearTarget, drafter, request
 
 
@@ -223,6 +224,37 @@ def test_sessions_that_fell_silent_are_given_up():
     now[0] = 61.0
     engine.close_silent(60)
     assert engine.sessions == 1 and [key for key, _ in engine.refused] == [1]
+
+
+def test_a_long_prompt_keeps_no_other_waiting_and_is_not_kept_waiting_itself():
+    engine = drafter(blocks=4096, max_context=4096)
+    engine.open("long", request([n % 60 for n in range(2_000)]))
+    first: dict = {}
+    for step in range(1, 40):
+        if step in (1, 5, 9):
+            engine.open(f"short {step}", request([step] * 60))
+            engine.open(f"tiny {step}", request([5, 6, step]))
+        for key, _ in engine.step():
+            first.setdefault(key, step)
+    assert first["long"] <= 2 * 2_000 / 128 + 1
+    for step in (1, 5, 9):
+        assert first[f"tiny {step}"] == step and first[f"short {step}"] == step
+
+
+@pytest.mark.parametrize(
+    ("pending", "counts"),
+    [
+        ([], []),
+        ([1, 8, 1], [1, 8, 1]),
+        ([300], [128]),
+        ([300, 1], [128, 1]),
+        ([300, 20, 8], [108, 20, 8]),
+        ([300, 20, 200, 60], [64, 20, 0, 44]),
+        ([20, 300], [20, 108]),
+    ],
+)
+def test_prompts_share_a_forward_by_age_and_by_length(pending, counts):
+    assert shares(pending, 128) == counts
 
 
 @settings(max_examples=12, deadline=None)
