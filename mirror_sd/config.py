@@ -208,6 +208,14 @@ class SpeculationConfig(Section):
                 raise ValueError(f"{low} is {least}; it must not exceed {high}, which is {most}")
         return self
 
+    @model_validator(mode="after")
+    def _history_has_room(self) -> Self:
+        if self.drafter == "history" and self.history_tokens == 0:
+            raise ValueError(
+                "drafter is history, and history_tokens is 0: nothing would be drafted"
+            )
+        return self
+
 
 class BatchSizes(Section):
     CPU: int = Field(16, ge=1, le=4096)

@@ -189,3 +189,10 @@ def test_child_without_a_run_directory_says_how_to_start_it(
     monkeypatch.delenv("MIRROR_SD_CONFIG_JSON", raising=False)
     with pytest.raises(ConfigError, match="mirror-sd up"):
         from_run_dir()
+
+
+def test_history_alone_without_room_for_any_is_refused() -> None:
+    nothing = ["speculation.drafter=history", "speculation.history_tokens=0"]
+    with pytest.raises(ConfigError, match="drafter is history, and history_tokens is 0"):
+        load(overrides=nothing, environ={})
+    assert load(overrides=nothing[1:], environ={}).speculation.drafter == "auto"
