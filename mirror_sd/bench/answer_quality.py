@@ -23,7 +23,8 @@ from mirror_sd.bench.token_times import Answer, rates
 from mirror_sd.model_store import ModelFiles
 
 REFERENCE = "transformers-fp32"
-_RUN_TIMEOUT_S = 3600.0
+# Of one run: at least, and for each of its prompts beside a second a token.
+_RUN_TIMEOUT_S, _PROMPT_TIMEOUT_S = 3600.0, 60.0
 _WARM_UP_TOKENS = 8
 
 
@@ -43,19 +44,25 @@ class Task:
     max_tokens: int
     threads: int
 
+    @property
+    def timeout_s(self) -> float:
+        """The longest that a run may take."""
+        return max(_RUN_TIMEOUT_S, len(self.prompts) * (_PROMPT_TIMEOUT_S + self.max_tokens))
+
 
 def measure(task: Task, tokenizer: Tokenizer, report: Callable[[str], None]) -> dict[str, Any]:
     """`runs`: a row each for transformers in fp32 and ours; `speculative_equals_plain`: whether no
-    token differs between the runs of a precision. Raises `PeerFailed`."""
+    token differs between the runs of a precision, None where none drafted. Raises `PeerFailed`."""
     model = peer_lineup.transformers_model(task.files, task.threads, report)
-    report(f"{len(task.prompts)} answers by {REFERENCE}")
-    rows = [_transformers(task, model)]
-    unavailable = []
+    rows, unavailable = [], []
+    # Ours first: what its settings cannot have is then told before the slower library answers.
     for precision in task.precisions:
         report(f"{len(task.prompts)} answers by ours in {precision}")
         found, missing = _ours(task, precision)
         rows += found
         unavailable += missing
+    report(f"{len(task.prompts)} answers by {REFERENCE}")
+    rows.insert(0, _transformers(task, model))
     texts = [[_text(tokenizer, tokens, task.stop) for tokens in row.pop("answers")] for row in rows]
     scores = [rouge.rouge_l(task.references, answers) for answers in texts]
     for row, score, answers in zip(rows, scores, texts, strict=True):
@@ -66,7 +73,7 @@ def measure(task: Task, tokenizer: Tokenizer, report: Callable[[str], None]) -> 
     return {
         "references": len(task.references),
         "runs": rows,
-        "speculative_equals_plain": all(said),
+        "speculative_equals_plain": all(said) if said else None,
         "unavailable": unavailable,
     }
 
@@ -84,7 +91,7 @@ def _transformers(task: Task, model: Path) -> Row:
         )
         process.call("generate", prompts=task.prompts[:1], max_tokens=_WARM_UP_TOKENS)
         timelines = process.call(
-            "generate", _RUN_TIMEOUT_S, prompts=task.prompts, max_tokens=task.max_tokens
+            "generate", task.timeout_s, prompts=task.prompts, max_tokens=task.max_tokens
         )
         tokens = process.call("tokens")
         peak = process.call("peak_rss_mb")
@@ -108,9 +115,9 @@ def _ours(task: Task, precision: str) -> tuple[list[Row], list[dict[str, str]]]:
         loaded = process.call(
             "load",
             overrides=[
+                *task.overrides,
                 f"pools.{task.pool}.precision={precision}",
                 "speculation.drafter=auto",
-                *task.overrides,
             ],
             threads=task.threads,
             streams=1,
@@ -119,8 +126,10 @@ def _ours(task: Task, precision: str) -> tuple[list[Row], list[dict[str, str]]]:
         drafters = [drafter for drafter in task.drafters if drafter != OFF]
         missing = process.call("missing", drafters=drafters)
         for drafter in [OFF, *(one for one in drafters if one not in missing)]:
-            _answer(process, task.prompts[:1], _WARM_UP_TOKENS, drafter)
-            row = _answer(process, task.prompts, task.max_tokens, drafter)
+            _answer(process, task, drafter, task.prompts[:1], _WARM_UP_TOKENS)
+            row = _answer(process, task, drafter, task.prompts, task.max_tokens)
+            if drafter == OFF:
+                plain = row["answers"]
             name = f"{peer_lineup.OURS}-{loaded}" + ("" if drafter == OFF else f"-{drafter}")
             kept = ("tok_s", "ms_per_token", "ttft_ms", "accepted_per_verify", "peak_rss_mb")
             rows.append(
@@ -129,7 +138,7 @@ def _ours(task: Task, precision: str) -> tuple[list[Row], list[dict[str, str]]]:
                     "precision": loaded,
                     "drafter": drafter,
                     **{key: row[key] for key in kept},
-                    "identical_to_plain": row["answers"] == (rows or [row])[0]["answers"],
+                    "identical_to_plain": None if drafter == OFF else row["answers"] == plain,
                     "answers": row["answers"],
                 }
             )
@@ -137,9 +146,11 @@ def _ours(task: Task, precision: str) -> tuple[list[Row], list[dict[str, str]]]:
     return rows, absent
 
 
-def _answer(process: PeerProcess, prompts: Sequence[Prompt], max_tokens: int, drafter: str) -> Row:
+def _answer(
+    process: PeerProcess, task: Task, drafter: str, prompts: Sequence[Prompt], max_tokens: int
+) -> Row:
     row: Row = process.call(
-        "decode", _RUN_TIMEOUT_S, prompts=prompts, max_tokens=max_tokens, drafter=drafter
+        "decode", task.timeout_s, prompts=prompts, max_tokens=max_tokens, drafter=drafter
     )
     return row
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
@@ -20,12 +21,15 @@ from mirror_sd.bench.options import (
     Threads,
     check_plot,
     encode,
+    fitting,
     numbers,
     one_of,
+    precisions,
     show,
     table,
     thread_count,
 )
+from mirror_sd.errors import ConfigError
 from mirror_sd.offline import load_tokenizer
 
 _SHOWN = (
@@ -118,18 +122,22 @@ def command(
             "takes a --dataset of clusters, one prompt at a time", param_hint="--near-duplicates"
         )
     config = configuration.load(overrides=overrides or ())
+    fixed = _fixed_lengths(lengths, overrides or ()) if sweep else ()
     tokenizer = load_tokenizer(config)
     if near_duplicate and dataset is not None:
         ids, clusters = near_duplicates.load(dataset, limit, config, tokenizer, hinted=hints)
     else:
-        ids, clusters = encode(tokenizer, prompts.load(dataset, limit)), None
+        read, clusters = encode(tokenizer, prompts.load(dataset, limit)), None
+        ids = [read[place] for place in fitting(read, max_tokens, config, tokenizer)]
+        if len(ids) < len(read):
+            typer.echo(f"{len(read) - len(ids)} prompts left out: no room in the context", err=True)
     pool, settings = next(iter(config.pools.items()))
     task = drafts.Task(
         prompts=ids,
         stop=tokenizer.facts.eos_token_ids,
         pool=pool,
         overrides=overrides or (),
-        precisions=[word for word in precision.split(",") if word] or [settings.precision],
+        precisions=precisions(precision) or [settings.precision],
         drafters=wanted,
         max_tokens=max_tokens,
         concurrency=concurrency,
@@ -137,7 +145,7 @@ def command(
         threads=thread_count(threads or settings.threads),
         temperature=temperature,
         warm=warm or concurrency,
-        lengths=numbers(lengths, "--lengths") if sweep else (),
+        lengths=fixed,
         clusters=clusters,
     )
     report = {"machine": machine.describe(), **task.facts()}
@@ -145,6 +153,17 @@ def command(
     _show(report, as_json)
     if plot is not None:
         decode_plot.draw(report, plot)
+
+
+def _fixed_lengths(text: str, overrides: Sequence[str]) -> list[int]:
+    """Of the sweep. Raises `typer.BadParameter` for one that no engine can be set to."""
+    lengths = numbers(text, "--lengths")
+    for length in lengths:
+        try:
+            configuration.load(overrides=[*overrides, *drafts.fixed(drafts.SOURCES[0], length)])
+        except ConfigError as error:
+            raise typer.BadParameter(error.message, param_hint="--lengths") from error
+    return lengths
 
 
 def _show(report: dict[str, Any], as_json: bool) -> None:

@@ -50,7 +50,7 @@ def _colour(drafter: str) -> str:
 
 def _speeds(axis: Any, rows: Sequence[Row], precision: str) -> None:
     labels = [
-        f"{row['tok_s']:.0f}" + ("" if row["speedup"] is None else f" ({row['speedup']:.2f}x)")
+        _text(row["tok_s"], ".0f") + ("" if row["speedup"] is None else f" ({row['speedup']:.2f}x)")
         for row in rows
     ]
     _bars(axis, rows, [row["tok_s"] for row in rows], labels)
@@ -60,17 +60,24 @@ def _speeds(axis: Any, rows: Sequence[Row], precision: str) -> None:
 
 def _gains(axis: Any, rows: Sequence[Row]) -> None:
     values = [row["accepted_per_verify"] for row in rows]
-    _bars(axis, rows, values, [f"{value:.2f}" for value in values])
+    _bars(axis, rows, values, [_text(value, ".2f") for value in values])
     axis.set_title("Gain of a verification")
     axis.set_xlabel("tokens per verify")
 
 
-def _bars(axis: Any, rows: Sequence[Row], values: Sequence[float], labels: Sequence[str]) -> None:
+def _text(value: float | None, form: str) -> str:
+    """Answers of one token have no speed and no verification."""
+    return "-" if value is None else format(value, form)
+
+
+def _bars(
+    axis: Any, rows: Sequence[Row], values: Sequence[float | None], labels: Sequence[str]
+) -> None:
     order = range(len(rows) - 1, -1, -1)
     drawing.bars(
         axis,
         [rows[i]["drafter"] for i in order],
-        [values[i] for i in order],
+        [values[i] or 0.0 for i in order],
         colours=[_colour(rows[i]["drafter"]) for i in order],
         labels=[labels[i] for i in order],
     )
@@ -84,7 +91,7 @@ def _kinds(axis: Any, rows: Sequence[Row]) -> None:
     for place, row in enumerate(rows):
         axis.bar(
             [index + (place - (len(rows) - 1) / 2) * width for index in range(len(kinds))],
-            [row["kinds"][kind]["tok_s"] for kind in kinds],
+            [row["kinds"][kind]["tok_s"] or 0.0 for kind in kinds],
             width,
             color=_colour(row["drafter"]),
             label=row["drafter"],
@@ -101,11 +108,13 @@ def _sweep(axis: Any, sweep: Row, rows: Sequence[Row]) -> None:
     """Speed over the length of drafts for each fixed source, beside no drafts and the chooser."""
     grid = [cell for cell in sweep["grid"] if cell["source"] != OFF]
     for source in dict.fromkeys(cell["source"] for cell in grid):
-        line = sorted((c["length"], c["tok_s"]) for c in grid if c["source"] == source)
+        line = sorted((c["length"], c["tok_s"] or 0.0) for c in grid if c["source"] == source)
         axis.plot(*zip(*line, strict=True), marker="o", color=_colour(source), label=source)
     for row in rows:
         if row["drafter"] in (OFF, AUTO):
-            axis.axhline(row["tok_s"], ls="--", color=_colour(row["drafter"]), label=row["drafter"])
+            axis.axhline(
+                row["tok_s"] or 0.0, ls="--", color=_colour(row["drafter"]), label=row["drafter"]
+            )
     lengths = sorted({cell["length"] for cell in grid})
     axis.set_xscale("log", base=2)
     axis.set_xticks(lengths, [str(length) for length in lengths])

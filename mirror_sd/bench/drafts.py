@@ -24,6 +24,16 @@ _WARM_UP_TOKENS = 16
 _PLAY_OFF_TURNS = 4
 
 
+def fixed(source: str, length: int) -> list[str]:
+    """Settings with which so many tokens are drafted from one source, whether it pays or not."""
+    bounds = ("min_tokens", "initial_tokens", "max_tokens")
+    return [
+        f"speculation.drafter={source}",
+        "speculation.length=window",
+        *(f"speculation.{bound}={length}" for bound in bounds),
+    ]
+
+
 @dataclass(frozen=True, slots=True)
 class Task:
     """What is measured: each of `drafters` in each precision, in turn, `rounds` times.
@@ -128,15 +138,8 @@ class _Sitting:
 
     @contextmanager
     def _fixed(self, precision: str, source: str, length: int) -> Iterator[PeerProcess]:
-        """A process that drafts so many tokens from one source, whether it pays or not."""
-        bounds = ("min_tokens", "initial_tokens", "max_tokens")
-        settings = [
-            f"speculation.drafter={source}",
-            "speculation.length=window",
-            *(f"speculation.{bound}={length}" for bound in bounds),
-        ]
         with _process(self._task) as process:
-            _load(process, self._task, precision, settings)
+            _load(process, self._task, precision, fixed(source, length))
             _warm_up(process, self._task, source)
             yield process
 
@@ -144,7 +147,7 @@ class _Sitting:
         """The chooser against the best of the sweep, turn about: the best of many noisy figures is
         the luckiest, and has to show it again."""
         for process, precision, able in self._ready:
-            if AUTO not in able:
+            if AUTO not in able or not set(able) & set(SOURCES):
                 continue
             source, length = draft_figures.best(precision, self.rows, self.cells)
             with ExitStack() as stack:
@@ -174,7 +177,7 @@ def _process(task: Task) -> PeerProcess:
 def _load(process: PeerProcess, task: Task, precision: str, settings: Sequence[str]) -> str:
     loaded: str = process.call(
         "load",
-        overrides=[f"pools.{task.pool}.precision={precision}", *settings, *task.overrides],
+        overrides=[*task.overrides, f"pools.{task.pool}.precision={precision}", *settings],
         threads=task.threads,
         streams=task.concurrency,
         stop=task.stop,

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 
 from mirror_sd import drawing
 from mirror_sd.api.tokenizer import Tokenizer
 from mirror_sd.bench.prompts import Messages
+from mirror_sd.config import Config
+from mirror_sd.config_section import Precision
+from mirror_sd.errors import ConfigError
 
 Dataset = Annotated[
     Path | None,
@@ -50,6 +54,11 @@ def one_of(text: str, allowed: tuple[str, ...], option: str) -> list[str]:
     return list(dict.fromkeys(words))
 
 
+def precisions(text: str) -> list[str]:
+    """The precisions of a comma list, which may be empty. Raises `typer.BadParameter`."""
+    return one_of(text, get_args(Precision), "--precision") if text.strip() else []
+
+
 def numbers(text: str, option: str) -> list[int]:
     """The positive numbers of a comma list. Raises `typer.BadParameter`."""
     words = [word.strip() for word in text.split(",")]
@@ -75,6 +84,23 @@ def encode(tokenizer: Tokenizer, chats: list[Messages]) -> list[tuple[int, ...]]
     return [
         tuple(tokenizer.encode_chat([(m["role"], m["content"]) for m in chat])) for chat in chats
     ]
+
+
+def fitting(
+    prompts: Sequence[tuple[int, ...]], max_tokens: int, config: Config, tokenizer: Tokenizer
+) -> list[int]:
+    """The places of the prompts after which the context has room for so many tokens of answer.
+
+    Raises `ConfigError` where none has.
+    """
+    context = min(tokenizer.facts.max_context, config.model.max_context or sys.maxsize)
+    kept = [place for place, ids in enumerate(prompts) if len(ids) + max_tokens <= context]
+    if not kept:
+        raise ConfigError(
+            f"no prompt has at most {context - max_tokens} tokens, which the context of {context}"
+            f" leaves with --max-tokens {max_tokens}"
+        )
+    return kept
 
 
 def show(report: dict[str, Any], as_json: bool) -> None:

@@ -292,6 +292,10 @@ def command(
     check_plot(plot)
     proposals = numbers(lengths, "--lengths")
     config = settings(target_core, drafter_core, overrides)
+    if (longest := config.speculation.max_tokens) < proposals[-1]:
+        raise typer.BadParameter(
+            f"{proposals[-1]} is above speculation.max_tokens, {longest}", param_hint="--lengths"
+        )
     tokenizer = load_tokenizer(config)
     ids = encode(tokenizer, prompts.load(dataset, limit))
     described = machine.describe()

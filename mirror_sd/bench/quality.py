@@ -18,7 +18,7 @@ from mirror_sd.api.tokenizer import Tokenizer
 from mirror_sd.backends.protocol import Backend
 from mirror_sd.bench import prompts
 from mirror_sd.bench.decode import Prompt, greedy, run_engine
-from mirror_sd.bench.options import encode
+from mirror_sd.bench.options import encode, fitting
 from mirror_sd.bench.prompts import Messages
 from mirror_sd.bench.teacher_forcing import Passage, score
 from mirror_sd.config import Config
@@ -56,6 +56,8 @@ def report(
     plain = configuration.load(overrides=overrides)
     pool = next(iter(plain.pools))
     tokenizer = load_tokenizer(plain)
+    asked = encode(tokenizer, [prompts.asked(chat) for chat in chats])
+    kept = fitting(asked, max_tokens, plain, tokenizer)
     settings = [
         {"engine": "torch", "precision": "fp32"},
         *({"precision": precision} for precision in precisions or [plain.pools[pool].precision]),
@@ -65,15 +67,16 @@ def report(
     runs = measure(
         reference,
         others,
-        encode(tokenizer, [prompts.asked(chat) for chat in chats]),
-        [_text(tokenizer, chat)[:text_tokens] for chat in chats],
+        [asked[place] for place in kept],
+        [_text(tokenizer, chats[place])[:text_tokens] for place in kept],
         max_tokens=max_tokens,
         stop=tokenizer.facts.eos_token_ids,
         block_size=plain.engine.block_size,
     )
     return {
         "model": reference.engine.model_name,
-        "conversations": len(chats),
+        "conversations": len(kept),
+        "left_out": len(chats) - len(kept),
         "reference": _described(reference),
         "runs": runs,
     }

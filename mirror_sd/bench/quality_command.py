@@ -28,7 +28,9 @@ from mirror_sd.bench.options import (
     Threads,
     check_plot,
     encode,
+    fitting,
     one_of,
+    precisions,
     show,
     table,
     thread_count,
@@ -83,7 +85,7 @@ def command(
     transformers in fp32, by ours plain and speculative, with their speeds. docs/benchmarks.md
     explains every key.
     """
-    wanted = [word.strip() for text in precision or () for word in text.split(",") if word.strip()]
+    wanted = precisions(",".join(precision or ()))
     sources = one_of(drafters, drafts.DRAFTERS, "--drafters")
     chats = prompts.conversations(dataset, limit)
     exchanges = prompts.exchanges(chats)
@@ -105,14 +107,14 @@ def command(
     _show(report, as_json)
     if plot is not None and "rouge" in report:
         quality_plot.draw(report, plot)
-    if "rouge" in report and not report["rouge"]["speculative_equals_plain"]:
+    if "rouge" in report and report["rouge"]["speculative_equals_plain"] is False:
         typer.echo("drafts have changed a token", err=True)
         raise typer.Exit(1)
 
 
 def _rouge(
     exchanges: list[prompts.Exchange],
-    precisions: Sequence[str],
+    wanted: Sequence[str],
     drafters: Sequence[str],
     *,
     max_tokens: int,
@@ -124,14 +126,16 @@ def _rouge(
     tokenizer = load_tokenizer(config)
     pool, settings = next(iter(config.pools.items()))
     files = model_store.resolve(config.model.path)
+    ids = encode(tokenizer, [exchange.messages for exchange in exchanges])
+    kept = fitting(ids, max_tokens, config, tokenizer)
     task = answer_quality.Task(
         files=files,
-        prompts=encode(tokenizer, [exchange.messages for exchange in exchanges]),
-        references=[exchange.reference for exchange in exchanges],
+        prompts=[ids[place] for place in kept],
+        references=[exchanges[place].reference for place in kept],
         stop=tokenizer.facts.eos_token_ids,
         pool=pool,
         overrides=overrides or (),
-        precisions=precisions or [settings.precision],
+        precisions=wanted or [settings.precision],
         drafters=drafters,
         max_tokens=max_tokens,
         threads=thread_count(threads or settings.threads),
@@ -141,7 +145,7 @@ def _rouge(
         "model": files.name,
         "threads": task.threads,
         "max_tokens": max_tokens,
-        "rouge": found,
+        "rouge": {"left_out": len(ids) - len(kept), **found},
     }
 
 
@@ -151,7 +155,11 @@ def _show(report: dict[str, Any], as_json: bool) -> None:
         return
     show({key: value for key, value in report.items() if key != "rouge"}, as_json)
     found = report["rouge"]
-    typer.echo(f"\n{found['references']} references\n{table(found['runs'], _SHOWN)}")
-    typer.echo(f"speculative = plain: {found['speculative_equals_plain']}")
+    left_out = (
+        f", {found['left_out']} left out: longer than the context" if found["left_out"] else ""
+    )
+    typer.echo(f"\n{found['references']} references{left_out}\n{table(found['runs'], _SHOWN)}")
+    said = found["speculative_equals_plain"]
+    typer.echo(f"speculative = plain: {'nothing was drafted' if said is None else said}")
     for absent in found["unavailable"]:
         typer.echo(f"{absent['precision']} {absent['drafter']}: unavailable, {absent['reason']}")

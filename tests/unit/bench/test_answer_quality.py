@@ -139,30 +139,41 @@ def row(run, answers, identical):
     return {"run": run, "tok_s": 1.0, "identical_to_plain": identical, "answers": answers}
 
 
-@pytest.mark.parametrize("changed", [False, True])
-def test_differences_are_from_fp32_and_a_changed_token_is_told(monkeypatch, changed):
+def quality_task(**more):
+    fields = {"prompts": [(1,), (2,)], "references": ["a b", "c d"], "stop": (9,), "pool": "cpu"}
+    fields |= {"overrides": (), "precisions": ["int8"], "drafters": ["off", "auto"]}
+    return answer_quality.Task(files=None, max_tokens=4, threads=1, **fields | more)
+
+
+def test_a_run_has_time_for_all_its_prompts():
+    assert quality_task().timeout_s == 3600.0
+    assert quality_task(prompts=[(1,)] * 1000).timeout_s == 64_000.0
+
+
+def test_what_ours_cannot_do_is_told_before_the_slower_library_answers(monkeypatch):
+    def refuse(*_):
+        raise ConfigError("no such precision here")
+
+    monkeypatch.setattr(answer_quality.peer_lineup, "transformers_model", lambda *_: None)
+    monkeypatch.setattr(answer_quality, "_ours", refuse)
+    monkeypatch.setattr(answer_quality, "_transformers", lambda *_: pytest.fail("too early"))
+    with pytest.raises(ConfigError, match="no such precision"):
+        answer_quality.measure(quality_task(), Words(), lambda line: None)
+
+
+@pytest.mark.parametrize("same", [True, False, None])
+def test_differences_are_from_fp32_and_a_changed_token_is_told(monkeypatch, same):
     plain = [[0, 1], [2, 4]]
-    rows = [row("ours", plain, True), row("ours-auto", plain, not changed)]
+    rows = [row("ours", plain, None), row("ours-auto", plain, same)]
     monkeypatch.setattr(answer_quality.peer_lineup, "transformers_model", lambda *_: None)
     expected = [[0, 1, 9], [2, 3]]
     monkeypatch.setattr(
         answer_quality, "_transformers", lambda *_: row("transformers-fp32", expected, None)
     )
     monkeypatch.setattr(answer_quality, "_ours", lambda *_: (rows, []))
-    task = answer_quality.Task(
-        files=None,
-        prompts=[(1,), (2,)],
-        references=["a b", "c d"],
-        stop=(9,),
-        pool="cpu",
-        overrides=(),
-        precisions=["int8"],
-        drafters=["off", "auto"],
-        max_tokens=4,
-        threads=1,
-    )
-    found = answer_quality.measure(task, Words("a", "b", "c", "d", "x"), lambda line: None)
-    assert found["speculative_equals_plain"] is not changed and found["references"] == 2
+    words = Words("a", "b", "c", "d", "x")
+    found = answer_quality.measure(quality_task(), words, lambda line: None)
+    assert found["speculative_equals_plain"] is same and found["references"] == 2
     fp32, ours, _ = found["runs"]
     assert (fp32["rouge_l"], fp32["difference"], fp32["identical_to_fp32"]) == (1.0, 0.0, 1.0)
     assert (ours["rouge_l"], ours["difference"]) == (0.75, -0.25)
@@ -170,12 +181,34 @@ def test_differences_are_from_fp32_and_a_changed_token_is_told(monkeypatch, chan
     assert ours["identical_to_fp32"] == 0.5 and "answers" not in ours
 
 
-@pytest.mark.parametrize(("is_same", "status"), [(True, 0), (False, 1)])
-def test_the_command_fails_where_drafts_change_a_token(monkeypatch, sharegpt, is_same, status):
+@pytest.mark.parametrize(
+    ("is_same", "status", "said"),
+    [(True, 0, "True"), (False, 1, "False"), (None, 0, "nothing was drafted")],
+)
+def test_the_command_fails_where_drafts_change_a_token(
+    default_model, monkeypatch, sharegpt, is_same, status, said
+):
     found = {"references": 3, "runs": [], "unavailable": [], "speculative_equals_plain": is_same}
     monkeypatch.setattr(answer_quality, "measure", lambda *_: found)
     result = CliRunner().invoke(app, ["quality", "--dataset", str(sharegpt), "--parts", "rouge"])
-    assert result.exit_code == status and f"speculative = plain: {is_same}" in result.output
+    assert result.exit_code == status and f"speculative = plain: {said}" in result.output
+
+
+def test_an_exchange_longer_than_the_context_is_left_out_and_counted(
+    default_model, monkeypatch, sharegpt
+):
+    tasks = []
+
+    def measure(task, *_):
+        tasks.append(task)
+        return {"references": 1, "runs": [], "unavailable": [], "speculative_equals_plain": None}
+
+    monkeypatch.setattr(answer_quality, "measure", measure)
+    options = ["--parts", "rouge", "--max-tokens", "4", "--set", "model.max_context=48"]
+    result = CliRunner().invoke(app, ["quality", "--dataset", str(sharegpt), *options, "--json"])
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["rouge"]["left_out"] == 1
+    assert tasks[0].references == ["Yes.", "您好！"]
 
 
 @pytest.mark.parametrize("options", [["--parts", "rouge"], ["--plot", "out.png"]])
@@ -204,7 +237,7 @@ def test_real_answers_are_measured_beside_transformers(default_model, sharegpt, 
     ]
     # In fp32 the engine answers as transformers does.
     assert [run["identical_to_fp32"] for run in found["runs"]] == [1.0] * 3
-    assert [run["identical_to_plain"] for run in found["runs"]] == [None, True, True]
+    assert [run["identical_to_plain"] for run in found["runs"]] == [None, None, True]
     assert all(run["tok_s"] > 0 and run["ms_per_token"] > 0 for run in found["runs"])
     assert found["speculative_equals_plain"] is True
     assert [absent["drafter"] for absent in found["unavailable"]] == ["head"]

@@ -311,13 +311,6 @@ def near_duplicate_report(default_model, tmp_path_factory):
     return json.loads(result.stdout), picture
 
 
-def test_a_sweep_without_a_source_is_refused():
-    found = CliRunner().invoke(app, ["decode", "--sweep", "--drafters", "off,auto"])
-    assert found.exit_code == 2
-    told = " ".join(found.output.replace("│", " ").split())
-    assert "needs one of lookup, history, head in --drafters" in told
-
-
 @pytest.mark.parametrize(
     ("options", "drafters"),
     [([], ["off", "auto"]), (["--sweep"], ["off", "lookup", "history", "head", "auto"])],
@@ -368,8 +361,3 @@ def test_a_draft_that_cannot_be_read_is_the_reason_told(default_model, tmp_path)
 def test_a_decode_report_becomes_a_picture(near_duplicate_report):
     _, picture = near_duplicate_report
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 10_000
-
-
-def test_near_duplicates_need_a_file_of_clusters():
-    result = CliRunner().invoke(app, ["decode", "--near-duplicates"])
-    assert result.exit_code == 2

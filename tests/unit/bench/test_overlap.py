@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,11 @@ def test_the_picture_is_a_png(tmp_path):
     timeline = Timeline(verifies=[(0.0, 0.3)], useful={(0.1, 0.2)}, other={(0.2, 0.3)})
     draw(timeline, tmp_path / "a.png", title="t")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_length_above_the_longest_draft_is_refused():
+    with pytest.raises(typer.BadParameter, match=r"20 is above speculation.max_tokens, 16"):
+        bench.command(lengths="6,20", target_core=min(os.sched_getaffinity(0)))
 
 
 def test_cores_that_are_not_there_are_refused():
