@@ -98,10 +98,12 @@ class DraftEngine:
             session.wants_main or session.wanted_branches() for session in self._sessions.values()
         )
 
-    def open(self, key: Hashable, request: Open) -> None:
-        """Begin a session; one of the same key ends. Raises `Refusal`."""
+    def open(self, key: Hashable, request: Open, vocab_size: int | None = None) -> None:
+        """Begin a session; one of the same key ends. `vocab_size`: the target's, where it is not the
+        drafter's own; the smaller one counts. Raises `Refusal`."""
         self.close(key)
-        self._check(request)
+        vocab = min(vocab_size or self.capabilities.vocab_size, self.capabilities.vocab_size)
+        self._check(request, vocab)
         if len(self._sessions) >= self._most_sessions:
             raise Refusal(f"{self._most_sessions} sessions are open, no more are drafted for")
         params = request.params
@@ -123,11 +125,16 @@ class DraftEngine:
         table = self._cache.take(chain, tokens)
         main = Strand(tokens, bytearray(len(tokens)), table, len(table) * BLOCK_SIZE)
         self._sessions[key] = DraftSession(
-            request, main, chain, chooser, max_context=self.max_context, now=self._clock()
+            request,
+            main,
+            chain,
+            chooser,
+            vocab_size=vocab,
+            max_context=self.max_context,
+            now=self._clock(),
         )
 
-    def _check(self, request: Open) -> None:
-        vocab = self.capabilities.vocab_size
+    def _check(self, request: Open, vocab: int) -> None:
         if not 1 <= len(request.tokens) < self.max_context:
             raise Refusal(
                 f"a sequence of {len(request.tokens)} tokens; drafted are 1 to"
@@ -150,7 +157,7 @@ class DraftEngine:
         session = self._sessions.get(key)
         if session is None:
             raise Refusal("no such session")
-        vocab = self.capabilities.vocab_size
+        vocab = session.vocab_size
         try:
             _check_length(commit.length)
             if not all(0 <= token < vocab for token in commit.tokens):
@@ -282,9 +289,9 @@ class DraftEngine:
 
     def _extend(self, turn: Turn, logits: Float32, span: tuple[float, float]) -> None:
         session, strand = turn.session, turn.strand
-        place = len(strand.tokens)
+        place, known = len(strand.tokens), logits[: session.vocab_size]
         try:
-            token, second, gap = choose_two(session.chooser, logits, place, session.request.params)
+            token, second, gap = choose_two(session.chooser, known, place, session.request.params)
         except InvalidLogits as error:
             self._give_up(turn.key, f"the drafter cannot tell its next token: {error}")
             return

@@ -41,10 +41,11 @@ class _Frame(
 
 class Hello(_Frame, frozen=True, kw_only=True, tag="hello"):
     """First frame of a verifier, and its question whether the drafter still lives. `tokenizer`:
-    digest of tokenizer.json; drafts of another one would be right about nothing."""
+    digest of tokenizer.json; drafts of another one would be right about nothing. `vocab_size`: rows
+    of logits, which models of one tokenizer pad to different numbers; no draft has an id beyond."""
 
     verifier: str
-    vocab_size: int
+    vocab_size: Annotated[int, msgspec.Meta(ge=1)]
     tokenizer: str
 
 

@@ -59,7 +59,8 @@ class DraftServer:
         self._tokenizer = tokenizer
         self._clock = clock
         self._instance = uuid.uuid4().hex
-        self._welcome: set[bytes] = set()
+        # Size of the vocabulary of each verifier that may ask for drafts.
+        self._welcome: dict[bytes, int] = {}
         self._stopping = False
         self._sweep_at = self._publish_at = clock()
         self._sessions = telemetry.DRAFTER_SESSIONS.labels(device_class)
@@ -135,12 +136,12 @@ class DraftServer:
 
     def _greet(self, socket: zmq.Socket[bytes], verifier: bytes, hello: Hello) -> None:
         abilities = self._engine.capabilities
-        if hello.tokenizer != self._tokenizer or hello.vocab_size != abilities.vocab_size:
+        if hello.tokenizer != self._tokenizer:
             reason = "its model has another tokenizer than the drafter's"
             refused = Refused(sessions=None, reason=reason, for_good=True)
             self._send(socket, verifier, refused)
             return
-        self._welcome.add(verifier)
+        self._welcome[verifier] = hello.vocab_size
         ready = Ready(
             instance=self._instance,
             device=abilities.device,
@@ -156,7 +157,7 @@ class DraftServer:
         for request in update.opened:
             key = (verifier, request.session)
             try:
-                self._engine.open(key, request)
+                self._engine.open(key, request, self._welcome[verifier])
             except Refusal as refusal:
                 self._refuse(socket, key, str(refusal))
         for commit in update.commits:
@@ -191,7 +192,7 @@ class DraftServer:
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
-            self._welcome.discard(verifier)
+            self._welcome.pop(verifier, None)
             self._engine.close_all(lambda key: isinstance(key, tuple) and key[0] == verifier)
 
     def _publish(self) -> None:

@@ -50,6 +50,7 @@ class DraftSession:
         chain: PrefixChain,
         chooser: TokenChooser,
         *,
+        vocab_size: int,
         max_context: int,
         now: float,
     ) -> None:
@@ -57,6 +58,7 @@ class DraftSession:
         self.main = main
         self.chain = chain
         self.chooser = chooser
+        self.vocab_size = vocab_size
         self.length = request.length
         self.known = len(request.tokens)
         self.branches: list[Branch] = []

@@ -6,6 +6,7 @@ import contextlib
 import threading
 import time
 
+import msgspec
 import pytest
 import zmq
 
@@ -180,6 +181,21 @@ def test_a_drafter_of_another_tokenizer_is_not_drafted_with(endpoint, caplog):
         assert not opens(client, request())
 
 
+@pytest.mark.parametrize("size", [1, 8, 63, 64, 72])
+def test_a_target_whose_vocabulary_is_padded_otherwise_gets_drafts_of_its_own_ids(endpoint, size):
+    hello = msgspec.structs.replace(HELLO, vocab_size=size)
+    with serving(endpoint), connected(endpoint, hello=hello) as client:
+        ready(client)
+        assert opens(client, request([0, 0], session=1))
+        found, _ = until(client, lambda p, _: p and len(p[-1].lines[0].tokens) >= 10)
+        drafted = {token for line in found[-1].lines for token in line.tokens}
+        assert max(drafted) < size
+        client.commit(Commit(1, 2, (min(size, 64),), 4))
+        opens(client, request([0], session=2, params={"logit_bias": {min(size, 64): 1.0}}))
+        _, gone = until(client, lambda _, g: len(g) == 2)
+        assert gone == [1, 2] and client.ready == 1
+
+
 def test_a_drafter_that_has_forgotten_its_verifier_is_greeted_anew(endpoint):
     with serving(endpoint) as server, connected(endpoint) as client:
         ready(client)
@@ -336,7 +352,7 @@ def test_an_update_too_large_for_a_frame_goes_in_several_that_say_the_same():
 def test_prompts_too_large_for_one_frame_cost_no_session(endpoint):
     engine, opened = drafter(), []
     engine.max_context = 2_000_000
-    engine.open = lambda key, request: opened.append(request.session)
+    engine.open = lambda key, request, vocab_size: opened.append(request.session)
     with serving(endpoint, engine), connected(endpoint) as client:
         ready(client)
         for session in range(16):
