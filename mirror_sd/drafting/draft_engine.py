@@ -99,8 +99,8 @@ class DraftEngine:
         )
 
     def open(self, key: Hashable, request: Open, vocab_size: int | None = None) -> None:
-        """Begin a session; one of the same key ends. `vocab_size`: the target's, where it is not the
-        drafter's own; the smaller one counts. Raises `Refusal`."""
+        """Begin a session; one of the same key ends. `vocab_size`: the target's, where it is not
+        the drafter's own; the smaller one counts. Raises `Refusal`."""
         self.close(key)
         vocab = min(vocab_size or self.capabilities.vocab_size, self.capabilities.vocab_size)
         self._check(request, vocab)
