@@ -146,8 +146,13 @@ def worker_spec(device_class: str, pool: PoolConfig, cores: Sequence[int], index
 
 def allocation(device_class: str, pool: PoolConfig) -> dict[str, str]:
     """The variables by which the workers of a CPU get their malloc. Raises `ConfigError` where the
-    one that is asked for is not there."""
+    one that is asked for is not there, or would be for workers that get none."""
     if device_class != "cpu" or pool.engine == "emulated":
+        if pool.allocator == "jemalloc":
+            raise ConfigError(
+                f"pools.{device_class}.allocator is jemalloc, which only workers of class cpu that"
+                " compute run on"
+            )
         return {}
     try:
         return allocator.environment(pool.allocator)

@@ -86,3 +86,10 @@ def test_the_pool_names_the_setting_that_cannot_be_met(monkeypatch):
     assert allocation("cpu", PoolConfig()) == {}
     with pytest.raises(ConfigError, match=r"pools\.cpu\.allocator: jemalloc is not found"):
         allocation("cpu", PoolConfig(allocator="jemalloc"))
+
+
+@pytest.mark.parametrize(("device_class", "engine"), [("tpu", "xla"), ("cpu", "emulated")])
+def test_jemalloc_for_workers_that_do_not_get_it_is_refused(device_class, engine):
+    with pytest.raises(ConfigError, match=rf"pools\.{device_class}\.allocator is jemalloc"):
+        allocation(device_class, PoolConfig(allocator="jemalloc", engine=engine))
+    assert allocation(device_class, PoolConfig(allocator="glibc", engine=engine)) == {}
