@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from hashlib import sha256
@@ -32,6 +35,7 @@ from mirror_sd.uir.model_spec import ModelSpec
 from mirror_sd.uir.precision_plan import PrecisionPlan
 
 MARK = "mark.json"
+_SECONDS = "seconds"
 _SAMPLES, _SAMPLE_BYTES = 64, 1 << 16
 
 
@@ -95,7 +99,8 @@ def collect(
     *,
     may_make: bool = True,
 ) -> tuple[Dataset, dict[str, Any]]:
-    """(what to train on, facts about it). What `out` has of it already is not made again.
+    """(what to train on; its `mark`, `facts` about it, the `seconds` that it took). What `out` has
+    of it already is not made again.
 
     Raises `ConfigError` for data that cannot be read, and where they are not there and may not be
     made; `UnsupportedModel` where the model does not give its hidden states.
@@ -124,16 +129,35 @@ def collect(
             )
         if found is not None:
             reporter.say(f"{out} holds a run of another model, data or sizes: it is made anew")
+            (directory / _SECONDS).unlink(missing_ok=True)
         directory.mkdir(parents=True, exist_ok=True)
         # A run that is cut short from here on has no data of any options.
         file.unlink(missing_ok=True)
-        made = _answers_and_features(config, target, plan, asked, taps, out, reporter)
-        dataset = Dataset(directory)
-        facts = _facts(made, dataset, taps)
+        with _counted(directory / _SECONDS):
+            made = _answers_and_features(config, target, plan, asked, taps, out, reporter)
+            facts = _facts(made, Dataset(directory), taps)
+        document = {"mark": mark, "facts": facts, "seconds": _spent(directory / _SECONDS)}
         partial_file = file.with_suffix(".partial")
-        partial_file.write_text(json.dumps({"mark": mark, "facts": facts}), encoding="utf-8")
+        partial_file.write_text(json.dumps(document), encoding="utf-8")
         partial_file.replace(file)
     return Dataset(directory), json.loads(file.read_text(encoding="utf-8"))
+
+
+@contextmanager
+def _counted(file: Path) -> Iterator[None]:
+    """Add the seconds of what is done within to those in `file`, however it ends."""
+    begin = time.monotonic()
+    try:
+        yield
+    finally:
+        file.write_text(f"{_spent(file) + time.monotonic() - begin}\n", encoding="utf-8")
+
+
+def _spent(file: Path) -> float:
+    try:
+        return float(file.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return 0.0
 
 
 def _asked(data: Path | None, seed: int) -> list[Conversation]:

@@ -10,7 +10,7 @@ import copy
 import json
 import os
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -46,12 +46,13 @@ class Distillation:
     data: Path | None
     device: str
     reporter: Reporter
+    _fitted_s: float = field(default=0.0, init=False)
 
     def run(self) -> Report:
-        """Train, evaluate, export. Raises `ConfigError`, `ModelError` or `UnsupportedModel`."""
-        begin = time.monotonic()
+        """Train, evaluate, export. The `seconds` of the report are those of all the processes that
+        had a part in it. Raises `ConfigError`, `ModelError` or `UnsupportedModel`."""
         target, data, facts = self._collect()
-        collected_s = time.monotonic() - begin
+        begin = time.monotonic()
         model = self._fresh(target, data)
         curves = {"fp32": self._fit(model, data, facts["mark"], "fp32", self.plan.train.steps)}
         parent = self._evaluate(model, data, "fp32")
@@ -63,7 +64,7 @@ class Distillation:
                 steps = self.plan.train.mixed_steps
                 curves[precision] = self._fit(one, data, facts["mark"], precision, steps)
             exports[precision] = self._export(one, data, target.name, precision, parent)
-        return {
+        report = {
             "model": target.name,
             "plan": self.plan.as_json(),
             "data": facts["facts"],
@@ -71,9 +72,12 @@ class Distillation:
             "parent": parent,
             "tree": self._tree(model, data),
             "curves": {name: asdict(found) for name, found in curves.items()},
-            "seconds": {"data": round(collected_s), "all": round(time.monotonic() - begin)}
-            | {name: round(found.seconds) for name, found in curves.items()},
         }
+        stages = {"data": facts["seconds"]} | {name: c.seconds for name, c in curves.items()}
+        rest_s = time.monotonic() - begin - self._fitted_s
+        report["seconds"] = {name: round(spent) for name, spent in stages.items()}
+        report["seconds"]["all"] = round(sum(stages.values()) + rest_s)
+        return report
 
     def snapshot(self) -> Report:
         """Export what the checkpoint of the fp32 stage holds now, in each precision.
@@ -141,6 +145,7 @@ class Distillation:
         self, model: DraftModel, data: Dataset, mark: str, precision: Precision, steps: int
     ) -> Curves:
         trainer = self._trainer(model, data, mark, precision, steps)
+        begin = time.monotonic()
         done = trainer.resume()
         glance = data.conversations(held_out=True)[:_GLANCE]
         with self.reporter.stage(f"training, {precision}", steps) as advance:
@@ -149,6 +154,7 @@ class Distillation:
                 lambda one: self._evaluate(one, data, precision, glance, _GLANCE_CHAIN),
                 lambda step, loss: advance(1, _note(trainer, loss)),
             )
+        self._fitted_s += time.monotonic() - begin
         return trainer.curves
 
     def _evaluate(

@@ -55,7 +55,11 @@ def set_rates(optimiser: torch.optim.Optimizer, step: int, steps: int, warmup: i
 
 
 def synchronise(parameters: Iterable[Tensor]) -> None:
-    """Average the gradients over the processes of a distributed run, in fp32."""
+    """Average the gradients over the processes of a distributed run, in fp32.
+
+    `mirror-sd distil` is one process. A program that trains in several starts their group itself,
+    and gives each process's `Trainer` a seed of its own, so that each draws other batches.
+    """
     distributed = torch.distributed
     if not (distributed.is_available() and distributed.is_initialized()):
         return

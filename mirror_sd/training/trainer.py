@@ -78,11 +78,11 @@ class Trainer:
             losses = self._update(self._data.batch(conversations))
             self.step += 1
             self.curves.losses.append((self.step, losses))
-            self.curves.seconds = before + time.monotonic() - begin
             note(self.step, losses[0])
             is_last = self.step == self._steps
             if is_last or self.step % self._plan.evaluate_every == 0:
                 self._measure(measure)
+            self.curves.seconds = before + time.monotonic() - begin
             if is_last or self.step % self._plan.checkpoint_every == 0:
                 self._save()
         self.take_average()

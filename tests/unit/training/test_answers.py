@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import cast
 
@@ -80,6 +81,17 @@ def test_of_a_long_file_those_are_taken_that_the_seed_draws(tmp_path: Path) -> N
 
     assert order(0) == order(0) != order(1)
     assert sorted(order(0)) == sorted(order(1)) == list(range(40))
+
+
+def test_the_time_of_a_run_that_was_broken_off_counts(tmp_path: Path) -> None:
+    file = tmp_path / "seconds"
+    with pytest.raises(KeyboardInterrupt), corpus._counted(file):
+        time.sleep(0.05)
+        raise KeyboardInterrupt
+    before = corpus._spent(file)
+    with corpus._counted(file):
+        time.sleep(0.05)
+    assert before >= 0.05 and corpus._spent(file) >= before + 0.05
 
 
 def _engine(memory: int) -> Engine:

@@ -55,7 +55,11 @@ def test_a_smoke_run_learns_exports_and_can_be_resumed(tmp_path: Path) -> None:
     assert "--resume goes on with it" in refused.stderr
     again = _distil(*arguments, "--resume", timeout_s=300.0)
     assert again.returncode == 0, again.stderr
-    assert json.loads(again.stdout)["exports"] == report["exports"]
+    resumed = json.loads(again.stdout)
+    assert resumed["exports"] == report["exports"]
+    stages = {name: spent for name, spent in report["seconds"].items() if name != "all"}
+    assert stages.items() <= resumed["seconds"].items() and stages["data"] > 0
+    assert resumed["seconds"]["all"] >= sum(stages.values()) - len(stages)
     snapshot = _distil(*arguments, "--snapshot", timeout_s=300.0)
     assert snapshot.returncode == 0, snapshot.stderr
     assert json.loads(snapshot.stdout)["step"] == report["plan"]["train"]["steps"]

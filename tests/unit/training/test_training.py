@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, cast
@@ -262,3 +264,37 @@ def test_files_of_two_runs_are_no_data(tmp_path: Path) -> None:
     np.save(tmp_path / "tokens.npy", np.zeros(3, np.int32))
     with pytest.raises(ConfigError, match="not all of its files have"):
         Dataset(tmp_path)
+
+
+_WORKER = """
+import sys
+import torch
+from torch import distributed
+from mirror_sd.training import optimiser
+
+rank = int(sys.argv[2])
+distributed.init_process_group("gloo", f"file://{sys.argv[1]}", rank=rank, world_size=2)
+half = torch.nn.Parameter(torch.zeros(2, dtype=torch.float16))
+# Their sum is beyond fp16, their mean is not.
+half.grad = torch.tensor([60000.0 - 64 * rank, float(rank)], dtype=torch.float16)
+frozen = torch.nn.Parameter(torch.zeros(1))
+optimiser.synchronise([half, frozen])
+print(half.grad.tolist(), frozen.grad)
+distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.skipif(
+    not torch.distributed.is_available(), reason="this torch is built without distributed training"
+)
+def test_gradients_of_several_processes_are_averaged_in_fp32(tmp_path: Path) -> None:
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-c", _WORKER, str(tmp_path / "group"), str(rank)],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = [worker.communicate(timeout=90)[0].strip() for worker in workers]
+    assert said == ["[59968.0, 0.5] None"] * 2
