@@ -234,6 +234,13 @@ def test_a_forward_measured_only_once_does_not_count():
     assert cost.seconds(2) < 1.1 * cpu(2)
 
 
+def test_of_a_slow_model_at_least_a_forward_of_one_row_is_known_at_the_start():
+    clock, cost = Clock(), VerifyCost()
+    target = SimTarget(clock, lambda rows: 0.3)
+    calibrate(target, cost, num_blocks=64, block_size=16, clock=clock, budget_s=0.5)
+    assert cost.seconds(1) == pytest.approx(0.3)
+
+
 def test_thousands_of_sequences_at_once_decode(monkeypatch):
     scene = Scene(monkeypatch, 2100, wide, {"lookup": Curve(0.5, lambda s, j: 0.5)})
     for _ in range(8):
