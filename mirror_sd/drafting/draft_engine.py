@@ -21,6 +21,7 @@ from mirror_sd.drafting.frames import LONGEST, Commit, DraftParams, Open, Propos
 from mirror_sd.drafting.session import Astray, Branch, DraftSession, Rival
 from mirror_sd.drafting.strand import Strand
 from mirror_sd.drafting.turns import CHEAP_ROWS, Turn, ragged, shares
+from mirror_sd.host_memory import HostMemory
 from mirror_sd.memory import arenas
 from mirror_sd.memory.block_pool import BlockPool, OutOfBlocks
 from mirror_sd.memory.prefix_cache import PrefixCache
@@ -47,7 +48,8 @@ class Refusal(Exception):
 
 
 class DraftEngine:
-    """Owns the back end and the KV pool; the constructor allocates the cache.
+    """Owns the back end and the KV pool; the constructor allocates the cache, on a CPU no larger
+    than `host` has room for.
 
     `refused`: sessions that had to be given up since they were read last, with the reason.
     """
@@ -59,16 +61,19 @@ class DraftEngine:
         kv_cache_mb: int,
         most_sessions: int,
         clock: Callable[[], float] = time.monotonic,
+        host: HostMemory | None = None,
     ) -> None:
         self.capabilities = backend.capabilities
         self._backend = backend
         self._clock = clock
         self._most_sessions = most_sessions
+        on_host = self.capabilities.device == "cpu"
         blocks = arenas.plan(
             kv_cache_mb * 2**20,
             backend.kv_bytes_per_block(BLOCK_SIZE),
             sequences=most_sessions,
             blocks_per_sequence=-(-self.capabilities.max_context // BLOCK_SIZE),
+            free_bytes=host.free_bytes() if host is not None and on_host else None,
         ).blocks
         backend.allocate_kv(blocks, BLOCK_SIZE)
         self._pool = BlockPool(blocks)

@@ -11,6 +11,7 @@ from mirror_sd.config_drafters import DrafterConfig
 from mirror_sd.drafting.draft_engine import DraftEngine
 from mirror_sd.engine_backend import create_backend
 from mirror_sd.errors import ConfigError
+from mirror_sd.host_memory import HostMemory
 from mirror_sd.model_store import ModelFiles
 from mirror_sd.uir import draft_file, tokenizer_files
 
@@ -33,6 +34,7 @@ def load(config: Config, device_class: str, threads: int | None) -> tuple[DraftE
         ),
         kv_cache_mb=config.engine.kv_cache_mb,
         most_sessions=settings.sessions,
+        host=HostMemory(),
     )
     engine.warm_up()
     return engine, digest

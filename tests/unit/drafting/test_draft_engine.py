@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mirror_sd.drafting.draft_engine import Refusal
+from mirror_sd.drafting.draft_engine import BLOCK_SIZE, DraftEngine, Refusal
 from mirror_sd.drafting.frames import Commit
 from mirror_sd.drafting.turns import shares
+from mirror_sd.host_memory import HostMemory
 from tests.unit.drafting.drafters import NearTarget, drafter, request
 
 
@@ -301,3 +302,17 @@ def test_whatever_verifiers_do_no_block_is_lost_and_lines_are_the_models_own(see
     for session in list(texts):
         engine.close(session)
     assert engine._pool.used == 0
+
+
+class Host(HostMemory):
+    def free_bytes(self) -> int:
+        return 40 * 2**20
+
+
+def test_the_cache_of_a_drafter_fits_the_memory_that_is_free() -> None:
+    target = NearTarget(max_context=4096)
+    mb = target.kv_bytes_per_block(BLOCK_SIZE) / 2**20
+    engine = DraftEngine(target, kv_cache_mb=4096, most_sessions=8, host=Host())
+    assert 0 < engine.max_context * mb / BLOCK_SIZE <= 40
+    free = DraftEngine(NearTarget(max_context=4096), kv_cache_mb=4096, most_sessions=8)
+    assert free.max_context > engine.max_context
