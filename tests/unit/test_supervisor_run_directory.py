@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -20,25 +17,9 @@ from mirror_sd.supervisor import (
     run_directory,
 )
 from mirror_sd.supervisor.run_directory import Claim
+from tests.unit.run_processes import SLEEP, process, run
 
-SLEEP = "import time; time.sleep(60)"
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> RunDir:
-    return RunDir(tmp_path / "base" / "8080")
-
-
-@contextmanager
-def process(code: str, **options: object) -> Iterator[subprocess.Popen[bytes]]:
-    started = subprocess.Popen([sys.executable, "-c", code], **options)  # type: ignore[call-overload]
-    try:
-        yield started
-    finally:
-        started.kill()
-        started.wait()
-        if started.stdout is not None:
-            started.stdout.close()
+__all__ = ["run"]  # a fixture
 
 
 def test_claimed_directory_is_private_and_gone_after_release(run: RunDir) -> None:

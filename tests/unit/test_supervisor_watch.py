@@ -5,11 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import os
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -24,25 +21,9 @@ from mirror_sd.supervisor import (
     process_table,
 )
 from mirror_sd.supervisor.log_tail import LogTail, last_lines
+from tests.unit.run_processes import SLEEP, process, run
 
-SLEEP = "import time; time.sleep(60)"
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> RunDir:
-    return RunDir(tmp_path / "base" / "8080")
-
-
-@contextmanager
-def process(code: str, **options: object) -> Iterator[subprocess.Popen[bytes]]:
-    started = subprocess.Popen([sys.executable, "-c", code], **options)  # type: ignore[call-overload]
-    try:
-        yield started
-    finally:
-        started.kill()
-        started.wait()
-        if started.stdout is not None:
-            started.stdout.close()
+__all__ = ["run"]  # a fixture
 
 
 def test_errors_of_any_process_are_found_once(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from mirror_sd.backends.protocol import DraftBatch, Float32, Int32
+from mirror_sd.backends.protocol import DraftBatch, DraftHead, Float32, Int32
 from mirror_sd.philox import gumbel
 from mirror_sd.uir.draft_file import (
     MATRICES,
@@ -170,3 +170,33 @@ def draft_batch(
         temperatures=spread(temperatures, np.float32),
         seeds=spread(seeds, np.uint64),
     )
+
+
+def check_drafts(head: DraftHead, plain: PlainDraft) -> None:
+    """Drafts and chances of a ragged batch are those of plain numpy."""
+    stories = [Story(20 + 3 * i, range(4 * i, 4 * i + 4), seed=i) for i in range(6)]
+    steps, temperatures = [5, 0, 3, 5, 1, 4], [0.0, 0.0, 1.0, 0.4, 0.0, 2.0]
+    head.draft(draft_batch([(s, 0, 9) for s in stories], 7))
+    tokens, chances = head.draft(
+        draft_batch(
+            [(s, 9, len(s.ids)) for s in stories],
+            steps,
+            temperatures=temperatures,
+            seeds=list(range(6)),
+            floors=[0, 0, 0, 0.01, 0, 0],
+        )
+    )
+    assert head.taps == ODD.taps
+    for i, story in enumerate(stories):
+        expected, probabilities = plain.draft(
+            story.ids,
+            story.features,
+            steps[i],
+            temperature=temperatures[i],
+            seed=i,
+            floor=0.01 if i == 3 else 0,
+        )
+        count = len(expected)
+        assert tokens[i, :count].tolist() == expected
+        assert np.allclose(chances[i, :count], probabilities, atol=1e-4)
+        assert (tokens[i, count:] == -1).all() and not chances[i, count:].any()

@@ -21,7 +21,14 @@ from mirror_sd.config import EngineConfig, SpeculationConfig
 from mirror_sd.engine import Engine
 from mirror_sd.errors import ConfigError, UnsupportedModel
 from mirror_sd.model_store import ModelFiles
-from tests.unit.backends.drafts import ODD, PlainDraft, Story, draft_batch, random_draft
+from tests.unit.backends.drafts import (
+    ODD,
+    PlainDraft,
+    Story,
+    check_drafts,
+    draft_batch,
+    random_draft,
+)
 from tests.unit.backends.native.models import PLAIN, random_weights, reference
 from tests.unit.backends.test_onnx_backend import form_of, onnx_backend
 
@@ -44,33 +51,7 @@ def head_of(precision: Precision = "fp32", provider: str = "cpu") -> DraftHead:
 
 
 def test_drafts_equal_those_of_plain_numpy() -> None:
-    head = head_of()
-    stories = [Story(20 + 3 * i, range(4 * i, 4 * i + 4), seed=i) for i in range(6)]
-    steps, temperatures = [5, 0, 3, 5, 1, 4], [0.0, 0.0, 1.0, 0.4, 0.0, 2.0]
-    head.draft(draft_batch([(s, 0, 9) for s in stories], 7))
-    tokens, chances = head.draft(
-        draft_batch(
-            [(s, 9, len(s.ids)) for s in stories],
-            steps,
-            temperatures=temperatures,
-            seeds=list(range(6)),
-            floors=[0, 0, 0, 0.01, 0, 0],
-        )
-    )
-    assert head.taps == ODD.taps
-    for i, story in enumerate(stories):
-        expected, probabilities = PLAIN_DRAFT.draft(
-            story.ids,
-            story.features,
-            steps[i],
-            temperature=temperatures[i],
-            seed=i,
-            floor=0.01 if i == 3 else 0,
-        )
-        count = len(expected)
-        assert tokens[i, :count].tolist() == expected
-        assert np.allclose(chances[i, :count], probabilities, atol=1e-4)
-        assert (tokens[i, count:] == -1).all() and not chances[i, count:].any()
+    check_drafts(head_of(), PLAIN_DRAFT)
 
 
 @pytest.mark.parametrize("provider", ["cpu", "cuda", "trt", "openvino"])

@@ -13,7 +13,14 @@ from mirror_sd.backends.reference_backend import ReferenceBackend
 from mirror_sd.backends.torch_backend import TorchBackend
 from mirror_sd.errors import UnsupportedModel
 from mirror_sd.uir.precision_plan import PrecisionPlan
-from tests.unit.backends.drafts import ODD, PlainDraft, Story, draft_batch, random_draft
+from tests.unit.backends.drafts import (
+    ODD,
+    PlainDraft,
+    Story,
+    check_drafts,
+    draft_batch,
+    random_draft,
+)
 from tests.unit.backends.native.models import PLAIN, program_of, random_weights
 
 PLAIN_DRAFT = PlainDraft(random_draft(), random_weights(PLAIN)["embedding"])
@@ -32,32 +39,7 @@ def head(target: TorchBackend) -> DraftHead:
 
 
 def test_drafts_equal_those_of_plain_numpy(head: DraftHead) -> None:
-    stories = [Story(20 + 3 * i, range(4 * i, 4 * i + 4), seed=i) for i in range(6)]
-    steps, temperatures = [5, 0, 3, 5, 1, 4], [0.0, 0.0, 1.0, 0.4, 0.0, 2.0]
-    head.draft(draft_batch([(s, 0, 9) for s in stories], 7))
-    tokens, chances = head.draft(
-        draft_batch(
-            [(s, 9, len(s.ids)) for s in stories],
-            steps,
-            temperatures=temperatures,
-            seeds=list(range(6)),
-            floors=[0, 0, 0, 0.01, 0, 0],
-        )
-    )
-    assert head.taps == ODD.taps
-    for i, story in enumerate(stories):
-        expected, probabilities = PLAIN_DRAFT.draft(
-            story.ids,
-            story.features,
-            steps[i],
-            temperature=temperatures[i],
-            seed=i,
-            floor=0.01 if i == 3 else 0,
-        )
-        count = len(expected)
-        assert tokens[i, :count].tolist() == expected
-        assert np.allclose(chances[i, :count], probabilities, atol=1e-4)
-        assert (tokens[i, count:] == -1).all() and not chances[i, count:].any()
+    check_drafts(head, PLAIN_DRAFT)
 
 
 def test_features_that_are_no_numbers_end_the_draft(head: DraftHead) -> None:
