@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterable
 
 from mirror_sd import admission
 from mirror_sd.backends.protocol import Backend, Capabilities, DraftHead
-from mirror_sd.config import Config, EngineConfig, SpeculationConfig
+from mirror_sd.config import Config, EngineConfig
+from mirror_sd.config_speculation import SpeculationConfig
 from mirror_sd.engine_backend import create_backend
 from mirror_sd.engine_metrics import EngineMetrics
 from mirror_sd.engine_stats import EngineStats

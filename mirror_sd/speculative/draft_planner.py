@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable
 from collections.abc import Sequence as Ordered
 
-from mirror_sd.config import SpeculationConfig
+from mirror_sd.config_speculation import SpeculationConfig
 from mirror_sd.memory.block_pool import BlockPool
 from mirror_sd.memory.prefix_cache import PrefixCache
 from mirror_sd.speculative.acceptance import AcceptanceModel

@@ -23,6 +23,7 @@ _FOUNDATIONS = (
     "config_drafters",
     "config_section",
     "config_source",
+    "config_speculation",
     "run_dir",
     "telemetry",
     "messages",

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from mirror_sd import telemetry
-from mirror_sd.config import EngineConfig, SpeculationConfig
+from mirror_sd.config import EngineConfig
+from mirror_sd.config_speculation import SpeculationConfig
 from mirror_sd.engine import Engine
 from mirror_sd.host_memory import HostMemory
 from mirror_sd.messages import Chunk

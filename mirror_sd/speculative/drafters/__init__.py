@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from mirror_sd.config import SpeculationConfig
+from mirror_sd.config_speculation import SpeculationConfig
 
 STRENGTHS = 8
 

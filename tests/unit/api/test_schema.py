@@ -14,7 +14,7 @@ from mirror_sd.api.schema import (
     read_chat,
     read_completion,
 )
-from mirror_sd.config import SpeculationConfig
+from mirror_sd.config_speculation import SpeculationConfig
 from mirror_sd.errors import InvalidRequest, RequestError
 
 VOCAB = 1000

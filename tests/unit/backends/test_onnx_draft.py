@@ -17,7 +17,8 @@ from mirror_sd.backends.onnx.products import Precision, Products
 from mirror_sd.backends.onnx.providers import PROVIDERS
 from mirror_sd.backends.protocol import DraftHead
 from mirror_sd.bench.decode import greedy, run_engine
-from mirror_sd.config import EngineConfig, SpeculationConfig
+from mirror_sd.config import EngineConfig
+from mirror_sd.config_speculation import SpeculationConfig
 from mirror_sd.engine import Engine
 from mirror_sd.errors import ConfigError, UnsupportedModel
 from mirror_sd.model_store import ModelFiles

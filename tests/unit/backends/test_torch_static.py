@@ -22,7 +22,8 @@ from mirror_sd.backends.torch_linear import TILE_ROWS, PlainLinear, TiledLinear
 from mirror_sd.backends.torch_static import StaticForward
 from mirror_sd.backends.torch_static_plan import Shape, StaticPlanner, static_keys
 from mirror_sd.bench.decode import greedy, run_engine
-from mirror_sd.config import EngineConfig, SpeculationConfig
+from mirror_sd.config import EngineConfig
+from mirror_sd.config_speculation import SpeculationConfig
 from mirror_sd.engine import Engine
 from mirror_sd.uir import program
 from mirror_sd.uir.precision_plan import PrecisionPlan

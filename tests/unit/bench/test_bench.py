@@ -14,7 +14,8 @@ from mirror_sd.bench import exactness, prompts
 from mirror_sd.bench.cli import app
 from mirror_sd.bench.decode import greedy, run_engine
 from mirror_sd.bench.http import _stream_first
-from mirror_sd.config import EngineConfig, SpeculationConfig
+from mirror_sd.config import EngineConfig
+from mirror_sd.config_speculation import SpeculationConfig
 from mirror_sd.engine import Engine
 from mirror_sd.errors import ConfigError, SetupError
 from tests.unit.speculative.hash_target import HashTarget

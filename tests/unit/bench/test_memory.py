@@ -11,7 +11,8 @@ from mirror_sd import allocator
 from mirror_sd.bench import kv_growth
 from mirror_sd.bench.cli import app
 from mirror_sd.bench.memory import _grow, _verify_drafts, limit_mb
-from mirror_sd.config import EngineConfig, SpeculationConfig
+from mirror_sd.config import EngineConfig
+from mirror_sd.config_speculation import SpeculationConfig
 from mirror_sd.engine import Engine
 from tests.unit.speculative.hash_target import HashTarget
 

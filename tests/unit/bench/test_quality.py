@@ -16,7 +16,8 @@ from mirror_sd.bench import quality
 from mirror_sd.bench.cli import app
 from mirror_sd.bench.quality import Subject, rouge_l
 from mirror_sd.bench.teacher_forcing import Passage, Tally, pieces, score
-from mirror_sd.config import EngineConfig, SpeculationConfig
+from mirror_sd.config import EngineConfig
+from mirror_sd.config_speculation import SpeculationConfig
 from mirror_sd.engine import Engine
 from mirror_sd.errors import ConfigError, ModelError
 from tests.unit.speculative.hash_target import HashTarget

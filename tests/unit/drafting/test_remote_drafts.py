@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mirror_sd.config import EngineConfig, SpeculationConfig
+from mirror_sd.config import EngineConfig
+from mirror_sd.config_speculation import SpeculationConfig
 from mirror_sd.drafting.frames import Line, Proposal
 from mirror_sd.engine import Engine
 from mirror_sd.messages import SamplingParams

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from mirror_sd.backends.protocol import Capabilities, DraftBatch, RaggedBatch
-from mirror_sd.config import EngineConfig, SpeculationConfig
+from mirror_sd.config import EngineConfig
+from mirror_sd.config_speculation import SpeculationConfig
 from mirror_sd.engine import Engine
 from mirror_sd.messages import Chunk, SamplingParams, Submit
 from mirror_sd.speculative import drafters

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mirror_sd import telemetry
-from mirror_sd.config import EngineConfig, SpeculationConfig
+from mirror_sd.config import EngineConfig
+from mirror_sd.config_speculation import SpeculationConfig
 from mirror_sd.engine import Engine
 from mirror_sd.errors import ContextLengthExceeded, InvalidRequest
 from mirror_sd.messages import Chunk, Failed, Finished, SamplingParams, Submit

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mirror_sd.backends.protocol import DraftBatch
-from mirror_sd.config import EngineConfig, SpeculationConfig
+from mirror_sd.config import EngineConfig
+from mirror_sd.config_speculation import SpeculationConfig
 from mirror_sd.engine import Engine
 from mirror_sd.messages import Chunk, Finished
 from tests.unit.speculative.hash_target import HashTarget

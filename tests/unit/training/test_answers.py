@@ -11,7 +11,8 @@ import pytest
 from mirror_sd import config as configuration
 from mirror_sd import model_store
 from mirror_sd.api.tokenizer import ModelFacts, Tokenizer
-from mirror_sd.config import EngineConfig, SpeculationConfig
+from mirror_sd.config import EngineConfig
+from mirror_sd.config_speculation import SpeculationConfig
 from mirror_sd.engine import Engine
 from mirror_sd.errors import ConfigError
 from mirror_sd.training import answers, corpus
