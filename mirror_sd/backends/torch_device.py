@@ -17,7 +17,7 @@ def check(device: str, named: str) -> None:
     """Raises `ConfigError` where it cannot; `named`: what to call the device."""
     try:
         torch.empty(1, device=device).add_(1)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
+    except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:
         reason = str(error).partition("\n")[0]
         hint = f"; Gaudi needs the package {_GAUDI}" if device.startswith("hpu") else ""
         raise ConfigError(f"{named} cannot be used: {reason}{hint}") from error

@@ -35,6 +35,10 @@ NOWHERE = ModelFiles("none", Path("/nonexistent"), "safetensors")
         ),
         ({"precision": "int3"}, "precision 'int3' is not one of auto, fp32, bf16, fp16, int8"),
         ({"device": "cuda:77"}, "device 'cuda:77' cannot be used"),
+        (
+            {"device": "hpu"},
+            "device 'hpu' cannot be used: .*; Gaudi needs the package habana_frameworks",
+        ),
         ({"device": "abacus"}, "device 'abacus' cannot be used"),
     ],
 )
