@@ -298,6 +298,17 @@ class Config(Section):
                     )
         return self
 
+    @model_validator(mode="after")
+    def _proposals_are_no_longer_than_drafts(self) -> Self:
+        most = self.speculation.max_tokens
+        for name, drafter in self.drafters.items():
+            if drafter.length is not None and drafter.length > most:
+                raise ValueError(
+                    f"drafters.{name}.length is {drafter.length}; it must not exceed"
+                    f" speculation.max_tokens, which is {most}"
+                )
+        return self
+
     def pool(self, device_class: str) -> PoolConfig:
         """Raises `ConfigError` for a class without one, as does `drafter`."""
         return of_class(self.pools, "pool", device_class)

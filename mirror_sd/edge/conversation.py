@@ -27,23 +27,29 @@ def answer_once(session: EdgeSession, question: str, *, shows_stats: bool) -> in
 
 
 def hold(session: EdgeSession, *, shows_stats: bool) -> int:
-    """Answer line after line of standard input until it ends. The exit status."""
+    """Answer line after line of standard input until it ends. The exit status: 1 where lines came
+    from a file or a pipe and one could not be answered."""
     _edit_lines()
     _say(f"{session.describe()}; Ctrl-C ends an answer, Ctrl-D the conversation")
     messages: list[Message] = []
+    has_failed = False
     try:
         while (line := _read()) is not None:
             if not line.strip():
                 continue
-            messages = _reply(session, [*messages, ("user", line.strip())], shows_stats=shows_stats)
+            asked: list[Message] = [*messages, ("user", line.strip())]
+            messages, is_answered = _reply(session, asked, shows_stats=shows_stats)
+            has_failed = has_failed or not is_answered
     except KeyboardInterrupt:
         _say("")
         return _INTERRUPTED
-    return 0
+    return int(has_failed and not open_input().isatty())
 
 
-def _reply(session: EdgeSession, messages: list[Message], *, shows_stats: bool) -> list[Message]:
-    """The messages and the answer; without the last where it cannot be answered."""
+def _reply(
+    session: EdgeSession, messages: list[Message], *, shows_stats: bool
+) -> tuple[list[Message], bool]:
+    """The messages and the answer, True; without the last, False, where it cannot be answered."""
     try:
         kept = session.fitting(messages)
         if forgotten := len(messages) - len(kept):
@@ -53,11 +59,11 @@ def _reply(session: EdgeSession, messages: list[Message], *, shows_stats: bool) 
             answer = session.answer(messages, to_terminal)
     except RequestError as error:
         _say(f"mirror-sd: {error.message}")
-        return messages[:-1]
+        return messages[:-1], False
     to_terminal("\n")
     if shows_stats:
         _say(session.describe_answer())
-    return [*messages, ("assistant", answer)]
+    return [*messages, ("assistant", answer)], True
 
 
 @contextmanager

@@ -94,6 +94,7 @@ def test_each_worker_of_a_drafter_listens_at_a_place_of_its_own() -> None:
         "drafters.cpu.address=tcp://127.0.0.1:65536",
         "drafters.cpu={address: 'tcp://127.0.0.1:65535', workers: 2}",
         "drafters.cpu.length=33",
+        "drafters.cpu.length=17",
         "drafters.cpu.cores=[]",
         "drafters.cpu.serves=[npu]",
         "drafters.npu={}",
