@@ -1,6 +1,7 @@
 """The file of a draft head: what it was trained for, and its weights.
 
-A safetensors file. Metadata: `mirror_sd_draft` (format version), `spec` (the JSON of `DraftSpec`).
+A safetensors file. Metadata: `mirror_sd_draft` (format version), `spec` (the JSON of `DraftSpec`),
+`tensors` (a digest of names, formats, shapes and bytes: damaged weights would still draft).
 Tensors, with h the hidden size and V the draft's own reduced vocabulary:
 
     token_ids       [V] int32, ascending: the target's id of each token the draft can propose
@@ -36,7 +37,7 @@ from numpy.typing import NDArray
 from mirror_sd.errors import ModelError
 from mirror_sd.uir import bfloat16, stored_format
 
-FORMAT_VERSION = "1"
+FORMAT_VERSION = "2"
 GROUP = 32
 Precision = Literal["int8", "fp16", "bf16", "fp32"]
 Float32 = NDArray[np.float32]
@@ -142,16 +143,44 @@ def write(path: Path, program: DraftProgram) -> None:
             tensors[f"{name}.bf16"] = bfloat16.bits(values)
         else:
             tensors[name] = values.astype(_STORED[program.spec.precision])
-    metadata = {"mirror_sd_draft": FORMAT_VERSION, "spec": json.dumps(asdict(program.spec))}
+    tensors = {name: np.ascontiguousarray(values) for name, values in tensors.items()}
+    metadata = {
+        "mirror_sd_draft": FORMAT_VERSION,
+        "spec": json.dumps(asdict(program.spec)),
+        "tensors": _digest(tensors),
+    }
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_bytes(save({k: np.ascontiguousarray(v) for k, v in tensors.items()}, metadata))
+    partial.write_bytes(_in_order(save(tensors, metadata)))
     partial.replace(path)
+
+
+def _digest(tensors: Mapping[str, NDArray[Any]]) -> str:
+    made = sha256()
+    for name, values in sorted(tensors.items()):
+        made.update(f"{name} {values.dtype.str} {values.shape}\n".encode())
+        made.update(np.ascontiguousarray(values).data)
+    return made.hexdigest()
+
+
+def _in_order(content: bytes) -> bytes:
+    """The same file with its metadata sorted: safetensors writes it in another order each time,
+    and equal drafts are to be equal files."""
+    end = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:end])
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text + content[end:]
 
 
 def read(path: Path) -> DraftProgram:
     """Raises `ModelError` saying what is wrong with the file."""
     metadata, tensors = _contents(path, has_tensors=True)
     spec = _spec(path, metadata)
+    if metadata.get("tensors") != _digest(tensors):
+        raise ModelError(
+            f"the draft {path} is damaged: its tensors are not those that were written"
+        )
     weights = {name: _weight(path, tensors, name, shape) for name, shape in spec.shapes().items()}
     return DraftProgram(spec, _token_ids(path, tensors, spec), weights)
 

@@ -133,6 +133,30 @@ def test_file_cut_short_is_told(tmp_path: Path, whole: Path, share: float) -> No
             read(path)
 
 
+@pytest.mark.parametrize("damage", ["zeroed", "flipped"])
+def test_weights_that_are_no_longer_those_written_are_told(
+    tmp_path: Path, whole: Path, damage: str
+) -> None:
+    content = bytearray(whole.read_bytes())
+    path = tmp_path / "damaged.safetensors"
+    if damage == "zeroed":
+        content[len(content) // 2 :] = bytes(len(content) - len(content) // 2)
+    else:
+        content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ModelError, match=r"damaged\.safetensors is damaged: its tensors are not"):
+        draft_file.read(path)
+
+
+def test_equal_drafts_are_equal_files(tmp_path: Path, whole: Path) -> None:
+    content = whole.read_bytes()
+    header = json.loads(content[8 : 8 + struct.unpack("<Q", content[:8])[0]])
+    assert list(header["__metadata__"]) == ["mirror_sd_draft", "spec", "tensors"]
+    again = tmp_path / "again.safetensors"
+    draft_file.write(again, program_of(SPEC))
+    assert again.read_bytes() == content
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [
