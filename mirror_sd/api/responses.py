@@ -215,7 +215,8 @@ def usage(choices: Sequence[ChoiceUsage]) -> Json:
         "completion_tokens_details": {"reasoning_tokens": 0},
     }
     reports = [choice.reported for choice in choices if choice.reported is not None]
-    if reports:
+    # The sum of some would not go with the tokens of all.
+    if reports and len(reports) == len(choices):
         body["speculation"] = {
             "drafted_tokens": sum(report.drafted_tokens for report in reports),
             "accepted_tokens": sum(report.accepted_tokens for report in reports),

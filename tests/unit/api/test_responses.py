@@ -81,7 +81,7 @@ def test_usage_counts_a_prompt_once_and_adds_completions_up() -> None:
     choices = [
         ChoiceUsage(0, 20, 5, report),
         ChoiceUsage(0, 20, 7, report),
-        ChoiceUsage(1, 30, 1, None),
+        ChoiceUsage(1, 30, 1, SequenceUsage(verify_rounds=1)),
     ]
     assert usage(choices) == {
         "prompt_tokens": 50,
@@ -92,14 +92,16 @@ def test_usage_counts_a_prompt_once_and_adds_completions_up() -> None:
         "speculation": {
             "drafted_tokens": 16,
             "accepted_tokens": 10,
-            "verify_rounds": 6,
+            "verify_rounds": 7,
             "sources": {
                 "head": {"drafted_tokens": 6, "accepted_tokens": 6},
                 "lookup": {"drafted_tokens": 10, "accepted_tokens": 4},
             },
         },
     }
-    assert "speculation" not in usage(choices[2:])
+    # A stop string ended the last: what is known of the others does not go with all tokens.
+    partial = usage([*choices, ChoiceUsage(1, 30, 1, None)])
+    assert partial["completion_tokens"] == 14 and "speculation" not in partial
 
 
 def test_an_event_is_one_line_of_json() -> None:
