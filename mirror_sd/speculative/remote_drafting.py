@@ -34,8 +34,7 @@ class Await:
 
     @property
     def is_short(self) -> bool:
-        source = self.source
-        return source.is_open and source.ready < self.limit and not source.is_whole
+        return self.source.is_open and self.source.is_short_of(self.limit)
 
     @property
     def chance(self) -> float:

@@ -167,14 +167,14 @@ class RemoteSource:
         """Tokens that could be verified now."""
         return len(self._rest()[0])
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether no more will be drafted before the next commit: what is ready ends with a stop
-        token or the drafter's context, or is as long as a proposal."""
+    def is_short_of(self, limit: int) -> bool:
+        """Whether fewer than `limit` tokens are ready, and more will be before the next commit:
+        what is ready is shorter than a proposal, and ends neither with a stop token nor with the
+        drafter's context."""
         tokens, _ = self._rest()
         has_ended = bool(tokens) and tokens[-1] in self.params.stop_token_ids
-        most = min(self.length, self._max_context - len(self.tokens))
-        return has_ended or len(tokens) >= most
+        most = min(limit, self.length, self._max_context - len(self.tokens))
+        return len(tokens) < most and not has_ended
 
     def propose(self, limit: int) -> list[int]:
         tokens, strengths = self._rest()
