@@ -13,9 +13,8 @@ from pathlib import Path
 
 import psutil
 
-from mirror_sd import model_store, planning
+from mirror_sd import model_store
 from mirror_sd.config import Config, ServerConfig
-from mirror_sd.drafting import addresses
 from mirror_sd.errors import ConfigError, ModelError, SetupError
 from mirror_sd.keys import KeyFile
 from mirror_sd.model_store import ModelFiles
@@ -40,13 +39,18 @@ def check_drafters(config: Config) -> None:
 
     Where the configuration turns drafters off, that is only logged: none is started.
     """
-    if config.drafters and not config.speculation.asks_drafters:
+    if not config.drafters:
+        return
+    if not config.speculation.asks_drafters:
         _log.warning(
             "no drafter is started: speculation.enabled is %s, speculation.drafter %s",
             str(config.speculation.enabled).lower(),
             config.speculation.drafter,
         )
         return
+    from mirror_sd import planning
+    from mirror_sd.drafting import addresses
+
     server = config.server
     plan = planning.splitter(config).plan()
     taken = {server.port: "server.port", server.effective_admin_port: "server.admin_port"}
