@@ -35,7 +35,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mirror_sd.errors import ModelError
-from mirror_sd.uir import bfloat16, stored_format
+from mirror_sd.uir import bfloat16, safetensors_writer, stored_format
 
 FORMAT_VERSION = "2"
 GROUP = 32
@@ -168,9 +168,7 @@ def _in_order(content: bytes) -> bytes:
     end = 8 + int.from_bytes(content[:8], "little")
     header = json.loads(content[8:end])
     header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text + content[end:]
+    return safetensors_writer.framed(header) + content[end:]
 
 
 def read(path: Path) -> DraftProgram:

@@ -6,7 +6,7 @@ The sizes are known from the shapes, so the header comes first; see `safetensors
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +29,19 @@ def write(path: Path, parts: Sequence[Part], arrays: Iterable[NDArray[Any]]) -> 
             "data_offsets": [end, end + part.nbytes],
         }
         end += part.nbytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
     try:
         with path.open("wb") as sink:
-            sink.write(len(text).to_bytes(8, "little") + text)
+            sink.write(framed(header))
             for part, values in zip(parts, arrays, strict=True):
                 if values.nbytes != part.nbytes:
                     raise ValueError(f"{part.name}: {values.nbytes} bytes for {part.nbytes}")
                 sink.write(np.ascontiguousarray(values).data)
     except OSError as error:
         raise ModelError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def framed(header: Mapping[str, Any]) -> bytes:
+    """The header as a file begins with it: its length, and the text padded to 8 bytes."""
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
