@@ -16,23 +16,16 @@ from mirror_sd.model_store import ModelFiles
 from mirror_sd.uir import program
 from tests.unit.backends.native.models import INT8, PLAIN, write_directory
 from tests.unit.backends.native.test_packed_file import (
+    cache,
     created,
     logits,
+    model,
     packed_files,
     unpacked,
     warnings_of,
 )
 
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("MIRROR_SD_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
-@pytest.fixture
-def model(tmp_path: Path) -> ModelFiles:
-    return write_directory(PLAIN, tmp_path / "plain")
+__all__ = ["cache", "model"]  # fixtures
 
 
 @pytest.fixture
