@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from mirror_sd.backends.protocol import RaggedBatch
 from mirror_sd.drafting.session import DraftSession
 from mirror_sd.drafting.strand import Strand
+from mirror_sd.speculative.batch_plan import Part, end_to_end
 
 # Rows that cost about as much as one, on the CPU's kernels.
 CHEAP_ROWS = 8
@@ -51,21 +50,12 @@ def shares(pending: Sequence[int], budget: int) -> list[int]:
 
 def ragged(turns: Sequence[Turn]) -> RaggedBatch:
     """The turns as the back end takes them; a row of logits for each that reaches its end."""
-    tokens: list[int] = []
-    positions: list[int] = []
-    rows: list[int] = []
-    offsets = [0]
-    for turn in turns:
-        begin = turn.strand.computed
-        tokens.extend(turn.strand.tokens[begin : begin + turn.count])
-        positions.extend(range(begin, begin + turn.count))
-        offsets.append(len(tokens))
-        if turn.reaches_end:
-            rows.append(len(tokens) - 1)
-    return RaggedBatch(
-        token_ids=np.array(tokens, dtype=np.int32),
-        positions=np.array(positions, dtype=np.int32),
-        sequence_offsets=np.array(offsets, dtype=np.int32),
-        block_tables=tuple(turn.strand.table_array() for turn in turns),
-        logit_rows=np.array(rows, dtype=np.int32),
+    return end_to_end(
+        Part(
+            turn.strand.tokens[turn.strand.computed : turn.strand.computed + turn.count],
+            turn.strand.computed,
+            int(turn.reaches_end),
+            turn.strand.table_array(),
+        )
+        for turn in turns
     )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
-from mirror_sd.backends.protocol import RaggedBatch
+from mirror_sd.backends.protocol import Int32, RaggedBatch
 from mirror_sd.speculative.sequence import Sequence
 
 
@@ -59,21 +61,44 @@ class Slice:
 
 def ragged(plan: Ordered[Slice]) -> RaggedBatch:
     """The plan as the back end takes it."""
+    return end_to_end(
+        Part(
+            [*piece.sequence.tokens[piece.start : piece.start + piece.count], *piece.draft],
+            piece.start,
+            piece.rows,
+            piece.sequence.table_array(),
+        )
+        for piece in plan
+    )
+
+
+class Part(NamedTuple):
+    """`tokens` of one sequence from position `start` on; the logits of the last `rows` of them are
+    wanted. `table`: its blocks."""
+
+    tokens: Ordered[int]
+    start: int
+    rows: int
+    table: Int32
+
+
+def end_to_end(parts: Iterable[Part]) -> RaggedBatch:
+    """The batch of these parts, in their order."""
     tokens: list[int] = []
     positions: list[int] = []
     rows: list[int] = []
     offsets = [0]
-    for piece in plan:
-        end = piece.start + piece.count
-        tokens.extend(piece.sequence.tokens[piece.start : end])
-        tokens.extend(piece.draft)
-        positions.extend(range(piece.start, end + len(piece.draft)))
-        rows.extend(range(len(tokens) - piece.rows, len(tokens)))
+    tables: list[Int32] = []
+    for part in parts:
+        tokens.extend(part.tokens)
+        positions.extend(range(part.start, part.start + len(part.tokens)))
+        rows.extend(range(len(tokens) - part.rows, len(tokens)))
         offsets.append(len(tokens))
+        tables.append(part.table)
     return RaggedBatch(
         token_ids=np.array(tokens, dtype=np.int32),
         positions=np.array(positions, dtype=np.int32),
         sequence_offsets=np.array(offsets, dtype=np.int32),
-        block_tables=tuple(piece.sequence.table_array() for piece in plan),
+        block_tables=tuple(tables),
         logit_rows=np.array(rows, dtype=np.int32),
     )
